@@ -253,7 +253,10 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     if parsed.is_delete():
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
     if parsed.is_sweep_override():
-        raise ConfigError(f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b]")
+        raise ConfigError(
+            f"'{text}' names several values; start one run for each, write a list in brackets, {key}=[a,b], or a text with commas in "
+            f"quotes of its own, '{key}=\"a,b\"'"
+        )
     value = parsed.value()
     if isinstance(value, dict):
         named += _checked_keys(OmegaConf.create(value), root, f"{key}.")

@@ -154,6 +154,13 @@ def test_metrics_by_hand():
     assert weight_metrics(raw, torch.zeros(4), rows, "sequence", TRUNCATE) == {}
 
 
+def test_weights_of_sequences_are_told_before_and_after_the_cut():
+    rows, mask = Rows(torch.tensor([2, 1])), torch.ones(3)
+    found = weight_metrics(torch.tensor([3.0, 3.0, 0.5]), mask, rows, "sequence", TRUNCATE)
+    assert [found[f"rollout_is_{name}"] for name in ("min", "max", "seq_min", "seq_max")] == [0.5, 3.0, 0.5, 2.0]
+    assert found["rollout_is_mean"] == pytest.approx(4.5 / 3)
+
+
 def test_what_a_rejection_looks_at_by_hand():
     x = torch.tensor([0.5, -1.0, 9.0, 0.25], dtype=torch.float64)
     rows, mask = Rows(torch.tensor([3, 1])), torch.tensor([1, 1, 0, 1])

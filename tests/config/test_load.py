@@ -168,6 +168,15 @@ def test_an_override_that_is_not_one_value_for_one_key_is_an_error(text, message
         load_config([text])
 
 
+def test_a_text_with_commas_is_read_as_the_error_says():
+    key = "algorithm.rollout_correction.rollout_rs"
+    with pytest.raises(ConfigError) as error:
+        load_config([f"{key}=token_k1,seq_mean_k2"])
+    assert f"""'{key}="a,b"'""" in str(error.value)
+    found = load_config([f'{key}="token_k1,seq_mean_k2"', f'{key}_threshold="0.5_2.0,0.1"']).algorithm.rollout_correction
+    assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1,seq_mean_k2", "0.5_2.0,0.1")
+
+
 def test_what_is_not_a_mapping_of_sections_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(config_file=tmp_path / "none.yaml")

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep.checkpoint import folders
 from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
 from lockstep.trainer.capsule import read_capsule, weights_differ
 from lockstep.trainer.run import Run
@@ -39,6 +40,9 @@ _OWN = (
     "agent/wait",
 )
 """How metrics begin that are of a machine or a moment, or of a validation, which is not done again."""
+
+_FOLDERS = ("rollout_data_dir", "validation_data_dir", "record_batch_dir")
+"""Keys of `trainer` that say where a run writes beside its own folder."""
 
 
 @as_command
@@ -82,6 +86,9 @@ def replayed(
         _check_rows(capsule, run)
         run.init_workers()
         run.left_out[:] = capsule["keys"]["left_out"]
+        if capsule["weights"] is not None:  # the rows that these steps do not read are fillers: other data, and no news
+            state = folders.read_state(Path(run.section.resume_from_path))
+            run.seen_data |= {name: state[name] for name in run.seen_data if name in state}
         run._resume()
         while run.global_steps < capsule["step"]:
             run.timer.reset()
@@ -123,6 +130,8 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
         lines = [episodes["kinds"], *episodes["played"]]
         (folder / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         keys += [f"agent.recorded={folder / 'episodes.jsonl'}", "agent.record=false"]
+    # What the run has written stays as it is.
+    keys += [f"trainer.{name}=null" for name in _FOLDERS if name in capsule["config"]["trainer"]]
     if "sampled" in capsule["config"]:
         keys.append("sampled.files=null")
     if capsule["config"].get("reference", {}).get("mode") == "file":

@@ -29,6 +29,9 @@ RECIPES = {
     "reward-model": "lockstep.trainer.main_reward_model",
 } | {name: f"lockstep.cli {name}" for name in ALGORITHMS}
 """Training command -> the module that is run, and what it is told first."""
+_WITHOUT_SAMPLES = ("sft", "distill", "dpo", "reward-model")
+_FOLDERS = ("rollout_data_dir", "validation_data_dir", "record_batch_dir")
+"""Keys of `trainer` that say where a run writes beside its own folder; _WITHOUT_SAMPLES have none of them."""
 
 
 class Moment(NamedTuple):
@@ -57,7 +60,7 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     from lockstep.tools.verify_resume.compare import differences  # brings torch
 
     run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
-    command = [sys.executable, "-m", *RECIPES[recipe].split(), *keys, *_short(run_dir, steps)]
+    command = [sys.executable, "-m", *RECIPES[recipe].split(), *keys, *_short(run_dir, steps, recipe)]
     print(f"a run of {steps} steps to its end ...", flush=True)
     start_s, steps_s = _run(command, run_dir)
     run_dir.rename(whole)  # paths in the configuration stay the same for both
@@ -109,13 +112,14 @@ def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]
     return options, recipe, words[1:]
 
 
-def _short(run_dir: Path, steps: int) -> list[str]:
-    """The keys of a short run in a folder of its own that saves every step."""
-    return [
+def _short(run_dir: Path, steps: int, recipe: str) -> list[str]:
+    """The keys of a short run in a folder of its own that saves every step, and writes nowhere else."""
+    keys = [
         f"trainer.default_local_dir={run_dir}", f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.test_freq=0",
         "trainer.val_before_train=false", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=auto", "trainer.resume_from_path=null",
         "trainer.logger=[console]",
     ]  # fmt: skip
+    return keys if recipe in _WITHOUT_SAMPLES else [*keys, *(f"trainer.{name}=null" for name in _FOLDERS)]
 
 
 def _run(command: list[str], run_dir: Path) -> tuple[float, float]:

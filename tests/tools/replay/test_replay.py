@@ -91,13 +91,19 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
         "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=3",
         f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu",
     ]  # fmt: skip
+    written = tmp_path / "written"
+    arguments += [f"trainer.rollout_data_dir={written}", f"trainer.record_batch_dir={written}", "trainer.record_batch_freq=1"]
     assert main_ppo.main(arguments) == 0
+    shutil.rmtree(written)
     assert make.main([str(tmp_path), "--step", "3"]) == 0
     shutil.rmtree(tmp_path / "global_step_2")  # two steps then, from the first checkpoint
     assert make.main([str(tmp_path), "--step", "3", "--out", str(tmp_path / "two.json")]) == 0
     capsys.readouterr()
     assert replay.main([str(tmp_path / "two.json")]) == 0
-    assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 2: as it was\nstep 3: as it was" in said
+    assert "the checkpoint saw" not in said  # rows that are not read are fillers
+    assert not written.exists()
     # The model lies elsewhere on another machine. That is said, and no setting of the run that must stay.
     moved = shutil.copytree(embedded_task.model, tmp_path / "moved")
     assert replay.main([str(tmp_path / "two.json"), f"actor_rollout_ref.model.path={moved}"]) == 0

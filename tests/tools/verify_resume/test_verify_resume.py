@@ -83,6 +83,12 @@ def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_o
     with pytest.raises(SystemExit):
         verify_resume.main(["--folder", str(tmp_path), "grpo", "trainer.seed=1"])
     assert seen[0][1:5] == ["-m", "lockstep.cli", "grpo", "trainer.seed=1"]
+    # The folders of the user's own run stay as they are; other recipes do not know these keys.
+    folders_of_rl = {"trainer.rollout_data_dir=null", "trainer.validation_data_dir=null", "trainer.record_batch_dir=null"}
+    assert folders_of_rl <= set(seen[0])
+    with pytest.raises(SystemExit):
+        verify_resume.main(["--folder", str(tmp_path / "b"), "sft", "trainer.seed=1"])
+    assert not folders_of_rl & set(seen[1])
     assert verify_resume.main(["gropo", "trainer.seed=1"]) == 1
     assert "error: 'gropo' is neither key=value nor a training command: ppo, sft" in capsys.readouterr().err
 
