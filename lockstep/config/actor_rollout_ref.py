@@ -43,6 +43,8 @@ class PolicyKeys:
     reference_tokens: str = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
     reference_offload: str = "actor_rollout_ref.ref.param_offload"
     length: str = "data.max_prompt_length or data.max_response_length"
+    rollout: str | None = "actor_rollout_ref.rollout"
+    """None where a recipe has no keys of its rollout."""
 
 
 PPO_KEYS = PolicyKeys()

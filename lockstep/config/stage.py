@@ -69,6 +69,7 @@ STAGE_KEYS = PolicyKeys(
     reference_tokens="engine.max_token_len_per_gpu",
     reference_offload="engine.fsdp_config.param_offload",
     length="data.max_length",
+    rollout=None,
 )
 """What the workers' messages call these sections."""
 

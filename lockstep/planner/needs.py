@@ -123,7 +123,8 @@ def _trained_keys(section: str, less: str, model: str) -> Keys:
 def settle_policy(
     config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys, load: Load, numbers: RolloutNumbers
 ) -> tuple[ActorRolloutRefConfig, Numbers]:
-    """The same with numbers for the keys that are auto, and these: the tokens of `load`, and what was chosen for the rollout."""
+    """The same with numbers for the keys that are auto, the tokens of `load` and what was chosen for the rollout; and the numbers of keys
+    that a user can set."""
     chosen: Numbers = {}
     if config.actor.ppo_max_token_len_per_gpu == AUTO:
         tokens = _actor_tokens(config.actor, load)
@@ -134,7 +135,8 @@ def settle_policy(
     for key in open_keys:
         value = getattr(numbers, key)
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{key: value}))
-        chosen[f"actor_rollout_ref.rollout.{key}"] = value
+        if names.rollout is not None:
+            chosen[f"{names.rollout}.{key}"] = value
     return config, chosen
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 from helpers.tiny import save_tiny_model
 
-from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorRolloutRefConfig
+from lockstep.config.actor_rollout_ref import POLICY_ROLES, PPO_KEYS, ActorRolloutRefConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.reward import RewardModelConfig
+from lockstep.config.stage import STAGE_KEYS
+from lockstep.planner.choose import PLAIN
 from lockstep.planner.count import Load
 from lockstep.planner.memory import MemoryPlan
-from lockstep.planner.needs import place_policy, place_training, policy_needs, training_needs
+from lockstep.planner.needs import place_policy, place_training, policy_needs, settle_policy, training_needs
 
 OPTIONS: dict[str, Any] = {"load": Load(28, 8, 4), "world_size": 1, "element": 2}
 
@@ -60,3 +62,14 @@ def test_what_was_decided_is_what_the_configuration_then_says(path: str, tmp_pat
             assert (found.param_offload, found.optimizer_offload, list(found.activations)) == (weights, moments, [kind])
         judge = training_needs(place_training(RewardModelConfig(model=score), frozen), **OPTIONS)
         assert (ref.param_offload, judge.param_offload) == (moments, moments)
+
+
+def test_numbers_are_told_under_keys_that_the_recipe_has() -> None:
+    """Distillation named keys of PPO's rollout, and refused them."""
+    parts, load = POLICY_ROLES["actor_rollout"], Load(28, 8, 4)
+    (of_ppo, told), (of_stage, told_of_stage) = (
+        settle_policy(ActorRolloutRefConfig(), parts, keys, load, PLAIN) for keys in (PPO_KEYS, STAGE_KEYS)
+    )
+    assert of_ppo == of_stage
+    assert told["actor_rollout_ref.rollout.max_num_seqs"] == of_ppo.rollout.max_num_seqs
+    assert list(told_of_stage) == ["engine.max_token_len_per_gpu"]
