@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -32,6 +33,35 @@ def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: di
     thread.join(timeout_s)
     late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
     return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
+
+
+class EventLoops:
+    """An event loop for calls, and another for later ones where a call blocks it. It ends, when its calls have, with this: closed, or no
+    longer referred to."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._lock = timeout_s, threading.Lock()
+        self._loop: EventLoop | None = None
+        self._end: Any  # closes the loop, once
+
+    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        """Start a call of an async function."""
+        with self._lock:
+            if self._loop is not None and self._loop.is_blocked():
+                self._end()
+                self._loop = None
+            if self._loop is None:
+                self._loop = EventLoop(self._timeout_s)
+                self._end = weakref.finalize(self, self._loop.close)
+                self._end.atexit = False
+            return self._loop.submit(function, arguments)
+
+    def close(self) -> None:
+        """End the loop when the calls that were started have ended; later calls get another."""
+        with self._lock:
+            if self._loop is not None:
+                self._end()
+                self._loop = None
 
 
 class EventLoop:

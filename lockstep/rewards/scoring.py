@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.rewards.killable import CallError, KillableWorker, is_portable
-from lockstep.rewards.local_calls import MAX_OPEN_CALLS, EventLoop, call_in_thread
+from lockstep.rewards.local_calls import MAX_OPEN_CALLS, EventLoops, call_in_thread
 from lockstep.rewards.outcome import Failure, Outcome, check_score, raised
 
 ComputeScore = Callable[..., Any]
@@ -46,22 +46,14 @@ class ScoringPool:
         self._processes = _Lane(num_workers, timeout_s, in_process=True, max_memory_mb=max_memory_mb)
         self._threads = _Lane(num_workers, timeout_s)
         self._sandboxed = _Lane(MAX_OPEN_CALLS, max(timeout_s, _SANDBOXED_S))
-        self._loop: EventLoop | None = None
-        self._loop_lock = threading.Lock()
+        self._loops = EventLoops(timeout_s)
         weakref.finalize(self, _close, [self._processes, self._threads, self._sandboxed]).atexit = False
 
     def submit(self, function: ComputeScore, arguments: dict[str, Any]) -> Future[Outcome]:
         """Start `function(**arguments)`. With an argument `sandbox` it waits for programs in one, which has its own deadlines and bounds
         how many run at once."""
         if _is_async(function):
-            with self._loop_lock:
-                if self._loop is not None and self._loop.is_blocked():
-                    self._close_loop()
-                if self._loop is None:
-                    self._loop = EventLoop(self.timeout_s)
-                    self._loop_end = weakref.finalize(self, self._loop.close)
-                    self._loop_end.atexit = False
-                return self._loop.submit(function, arguments)
+            return self._loops.submit(function, arguments)
         if "sandbox" in arguments:
             return self._sandboxed.submit(function, arguments)
         return (self._processes if is_portable(function) else self._threads).submit(function, arguments)
@@ -69,13 +61,7 @@ class ScoringPool:
     def close(self) -> None:
         """End processes, threads and the event loop when the calls that were started have ended."""
         _close([self._processes, self._threads, self._sandboxed])
-        with self._loop_lock:
-            if self._loop is not None:
-                self._close_loop()
-
-    def _close_loop(self) -> None:
-        self._loop_end()
-        self._loop = None
+        self._loops.close()
 
 
 class _Lane:
