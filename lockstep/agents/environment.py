@@ -77,5 +77,6 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} must have a method step(action) that returns a Turn")
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the episode held. Called once, however it ended."""
+        """Give back what the episode held. Called once, however it ended: after a call that is late when that has ended, and only in a
+        process that had to be killed, or died, not at all."""
         return None

@@ -2,7 +2,7 @@
 
 ```text
 process  a class that another process can find, with plain methods: whatever it does, it ends at its deadline
-loop     a class with async methods: many share one event loop
+loop     a class with async methods: many share one event loop; what hangs is cancelled
 thread   anything else (a class of the running script, a closure): what hangs is left behind
 ```
 """
@@ -24,12 +24,28 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Message, Turn
+from lockstep.agents.shared_loop import SharedLoop, shared_loop
 from lockstep.errors import RewardError
 from lockstep.rewards.killable import KillableWorker, is_portable
 
 Make = Callable[..., Environment]
-Call = Callable[[dict[str, Environment]], Any]
-"""Made where the environment lives, with what is held there."""
+
+
+class Place:
+    """Where an environment lives, and what belongs to it there."""
+
+    environment: Environment | None = None
+    """Between `begin` and `end`."""
+    runner: asyncio.Runner | None = None
+    """Its event loop, once it needs one: what one call connects, the next one uses. Not of environments that share one."""
+    loop: SharedLoop | None = None
+    """That it shares with others."""
+    task: "asyncio.Task[Any] | None" = None
+    """The call that runs in it."""
+
+
+Call = Callable[[Place], Any]
+"""Made where the environment lives."""
 
 
 class EnvironmentFailed(RewardError):
@@ -114,7 +130,7 @@ class Host(ABC):
         """Make a call where the environment lives."""
 
     def leave_behind(self) -> None:
-        """The environment hangs: nothing more is asked of it."""
+        """The environment hangs: nothing more is asked of it than to close when it has answered."""
         return
 
     def abandon(self) -> None:
@@ -181,25 +197,24 @@ class _Child:
 
 
 class ThreadHost(Host):
-    """In a thread of this process; async methods get an event loop that all calls of one environment share."""
+    """In a thread of this process."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._held: dict[str, Environment] = {}
+        self._place = Place()
+
+    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
+        """See Host."""
+        self._place = Place()
+        return super().beginning(make, kwargs, row, seed)
 
     def _made(self, call: Call) -> Waited:
-        result: Future[Any] = Future()
-        held = self._held
-
-        def work() -> Any:
-            value = call(held)
-            return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
-
-        threading.Thread(target=_fulfil, args=(result, work), name="environment", daemon=True).start()
-        return Waited(self, result, self._timeout_s)
+        return Waited(self, _in_thread(call, self._place), self._timeout_s)
 
     def leave_behind(self) -> None:
-        self._held = {}
+        place, self._place = self._place, Place()
+        if self.last is not None:
+            self.last.add_done_callback(lambda _: _in_thread(end, place))
 
     def abandon(self) -> None:
         if self.last is not None:
@@ -207,10 +222,26 @@ class ThreadHost(Host):
 
 
 class LoopHost(ThreadHost):
-    """In an event loop that all hosts share."""
+    """In an event loop that all hosts share, but for those whose loop is blocked."""
 
     def _made(self, call: Call) -> Waited:
-        return Waited(self, asyncio.run_coroutine_threadsafe(_awaited(call, self._held), _loop()), self._timeout_s)
+        if self._place.loop is None:
+            self._place.loop = shared_loop()
+        return Waited(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
+
+    def leave_behind(self) -> None:
+        place, self._place = self._place, Place()
+        if place.loop is not None:
+            place.loop.submit(_end_late(place))
+
+
+def _in_thread(call: Call, place: Place) -> "Future[Any]":
+    """Make a call in a thread of its own."""
+    future: Future[Any] = Future()
+    threading.Thread(
+        target=_fulfil, args=(future, functools.partial(_called, call, place)), name="environment", daemon=True
+    ).start()
+    return future
 
 
 def _fulfil(future: "Future[Any]", call: Callable[[], Any]) -> None:
@@ -312,45 +343,63 @@ def _short(value: Any) -> str:
 # -- the calls, made where the environment lives -----------------------------------------------------------------------------
 
 
-def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, held: dict[str, Environment]) -> Any:
+def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, place: Place) -> Any:
     """Make the environment and reset it."""
-    held["environment"] = make(**kwargs)
-    return held["environment"].reset(row, seed)
+    place.environment = make(**kwargs)
+    return place.environment.reset(row, seed)
 
 
-def step(action: Action, held: dict[str, Environment]) -> Any:
+def step(action: Action, place: Place) -> Any:
     """Let the environment answer."""
-    return held["environment"].step(action)
+    assert place.environment is not None
+    return place.environment.step(action)
 
 
-def end(held: dict[str, Environment]) -> Any:
+def end(place: Place) -> Any:
     """Close the environment, if there is one."""
-    environment = held.pop("environment", None)
+    environment, place.environment = place.environment, None
     return environment.close() if environment is not None else None
 
 
-_held: dict[str, Environment] = {}
-"""The environment of a process of its own."""
+_place = Place()
+"""Of the environment of a process of its own."""
 
 
 def _in_child(call: Call) -> Any:
-    return call(_held)
+    return _called(call, _place)
+
+
+def _called(call: Call, place: Place) -> Any:
+    """Make a call in this thread. What it must await is awaited in the environment's own event loop, which ends with it."""
+    try:
+        value = call(place)
+        if not inspect.isawaitable(value):
+            return value
+        place.runner = place.runner or asyncio.Runner()
+        return place.runner.run(_await(value))
+    finally:
+        if place.environment is None and place.runner is not None:
+            place.runner.close()
+            place.runner = None
 
 
 async def _await(value: Any) -> Any:
     return await value
 
 
-async def _awaited(call: Call, held: dict[str, Environment]) -> Any:
+async def _awaited(call: Call, place: Place) -> Any:
+    """Make a call in the event loop that runs this."""
+    place.task = asyncio.current_task()
     try:
-        value = call(held)
+        value = call(place)
         return await value if inspect.isawaitable(value) else value
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and with it everybody's environment
         raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
-    return loop
+async def _end_late(place: Place) -> None:
+    """Cancel the call that is late, and close its environment when it has ended. What is late to close goes on."""
+    if place.environment is not None and place.task is not None:
+        place.task.cancel()
+        await asyncio.wait({place.task})
+        await _awaited(end, place)

@@ -14,6 +14,7 @@ Sampling depends on keys alone, so the policy says again what it said, and the r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
@@ -39,18 +40,21 @@ class Recorder:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._last: int | None = None
-        self._kinds: dict[str, Any] = {}
+        self._kinds: dict[str, Any] = {}  # those of earlier steps too, which a run that goes on may not see again
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            self._kinds = json.loads((self._folder / KINDS).read_text())
 
     def write(self, number: int, episodes: DataProto, prompts: DataProto, kinds: Mapping[str, Any]) -> None:
         """The episodes of batch `number`, and what `recorded_class` needs of each environment, by its name.
 
-        What there is from before, of a step that is done again, is replaced; a second time in this process is a second set for the same
+        What there is from before, of a step that is done again, is replaced; a second time by this recorder is a second set for the same
         prompts (that of a greedy baseline), and is added.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        if new := {name: kind for name, kind in kinds.items() if name not in self._kinds}:
-            self._kinds |= new
-            (self._folder / KINDS).write_text(json.dumps(self._kinds, indent=1, default=str))
+        known = self._kinds | json.loads(json.dumps(dict(kinds), default=str))
+        if known != self._kinds:
+            self._kinds = known
+            (self._folder / KINDS).write_text(json.dumps(known, indent=1))
         keys = (prompts.non_tensor_batch[name] for name in ("index", "sample"))
         rows = zip(*keys, episodes.non_tensor_batch["episode"], strict=True)
         with gzip.open(self._folder / f"{number}.jsonl.gz", "at" if number == self._last else "wt", compresslevel=1) as file:

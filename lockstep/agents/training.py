@@ -34,10 +34,14 @@ class EpisodeRollout:
     def generate_sequences(self, prompts: DataProto, step: int, **arguments: Any) -> DataProto:
         """`stages.generate` asks for it."""
         episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, step=step, **arguments)
+        self.record(episodes, prompts, step)
+        return episodes
+
+    def record(self, episodes: DataProto, prompts: DataProto, step: int) -> None:
+        """Keep what environments said, if that is to be kept. A journal, which plays nothing again, calls it too."""
         if self._recorder is not None and step < self._last_step:
             names = {"", *(name or "" for name in prompts.non_tensor_batch.get("environment", ()))}
             self._recorder.write(step, episodes, prompts, {name: self._agent.kind(name or None) for name in sorted(names)})
-        return episodes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

@@ -21,7 +21,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lockstep.rewards.killable import CallError, KillableWorker, is_portable
+from lockstep.rewards.killable import KillableWorker, is_portable
+from lockstep.rewards.killable.errors import CallError
 from lockstep.rewards.local_calls import MAX_OPEN_CALLS, EventLoops, call_in_thread
 from lockstep.rewards.outcome import Failure, Outcome, check_score, raised
 

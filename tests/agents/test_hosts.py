@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
+from helpers.environments import Connects
 
-from lockstep.agents import Action, Tool, ToolCall, ToolEnvironment, Turn
-from lockstep.agents.hosts import EnvironmentFailed, ProcessHost, checked, make_host
+from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, shared_loop
+from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, checked, make_host
 from lockstep.agents.named_tools import named_tools
 from lockstep.config.agent import AgentConfig
 from lockstep.utils.files import load_object
@@ -89,6 +93,101 @@ def test_a_file_that_cannot_be_imported_there_is_a_failure(file_of):
             host.begin(game, {}, {}, 7)
     finally:
         host.close()
+
+
+@pytest.mark.parametrize("kind", [ProcessHost, ThreadHost])
+def test_async_tools_of_an_environment_share_an_event_loop(kind):
+    """What one call connects, the next one uses."""
+    host, action = kind(60.0), Action("", "", (ToolCall("ask", {}),))
+    try:
+        host.begin(Connects, {}, {"prompt": "?"}, 0)
+        assert [host.step(action).messages[0]["content"] for _ in range(2)] == ["True", "True"]
+        host.ending().result()
+        host.begin(Connects, {}, {"prompt": "?"}, 0)
+        assert host.step(action).messages[0]["content"] == "True"
+        host.ending().result()
+    finally:
+        host.close()
+
+
+class Late(Environment):
+    """Answers when it may."""
+
+    is_quick = True
+    said: list[str]
+    may, closed = threading.Event(), threading.Event()
+
+    def step(self, action):
+        assert self.may.wait(60)
+        self.said.append("answered")
+        return Turn(done=True)
+
+    def close(self):
+        self.said.append("closed")
+        self.closed.set()
+
+
+class LateInALoop(Late):
+    async def step(self, action):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0)
+            self.said.append("cancelled")
+
+    async def close(self):
+        Late.close(self)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Late, ["answered", "closed"]), (LateInALoop, ["cancelled", "closed"])])
+def test_an_environment_that_is_late_is_closed_once_when_it_has_answered_or_is_cancelled(kind, said, monkeypatch):
+    monkeypatch.setattr(kind, "said", [], raising=False)
+    for name in ("may", "closed"):
+        monkeypatch.setattr(kind, name, threading.Event())
+    host = make_host(kind, 60.0)
+    host.begin(kind, {}, {"prompt": "?"}, 0)
+    waited = host.stepping(Action("a", "a"))
+    waited.deadline = time.monotonic()
+    with pytest.raises(EnvironmentFailed, match="did not answer within 60 s"):
+        waited.result()
+    host.ending().result()
+    kind.may.set()
+    assert kind.closed.wait(60)
+    assert kind.said == said
+
+
+class Blocks(Environment):
+    """Waits in the event loop instead of awaiting, where the row says so."""
+
+    begun, may = threading.Event(), threading.Event()
+
+    async def reset(self, row, seed):
+        if row.get("blocks"):
+            self.begun.set()
+            assert self.may.wait(60)
+        return Turn([{"role": "user", "content": "?"}])
+
+    async def step(self, action):
+        return Turn(done=True)
+
+
+def test_an_environment_that_blocks_the_event_loop_costs_those_that_begin_later_nothing(monkeypatch):
+    monkeypatch.setattr(Blocks, "begun", threading.Event())
+    monkeypatch.setattr(Blocks, "may", threading.Event())
+    beside, blocking, later = (make_host(Blocks, 50.0) for _ in range(3))
+    assert isinstance(later, LoopHost)
+    beside.begin(Blocks, {}, {}, 0)
+    waited = blocking.beginning(Blocks, {}, {"blocks": True}, 0)
+    assert Blocks.begun.wait(50)
+    monkeypatch.setattr(shared_loop, "_PATIENCE_S", 0.0)
+    try:
+        later.begin(Blocks, {}, {}, 0)
+        assert later.step(Action("a", "a")).done
+        assert not waited.future.done()
+    finally:
+        Blocks.may.set()
+    assert waited.result().messages  # it goes on where it began, and so do those beside it
+    assert beside.step(Action("a", "a")).done
 
 
 def test_a_turn_has_pythons_own_numbers_and_text_whatever_the_environment_computes_with():

@@ -11,8 +11,9 @@ import pytest
 from helpers import environments
 
 from lockstep.agents import Action
-from lockstep.agents.recorded import recorded_class
+from lockstep.agents.recorded import Recorder, recorded_class
 from lockstep.errors import DataError
+from lockstep.protocol import DataProto
 from lockstep.tools import replay
 from lockstep.tools.replay import make
 from lockstep.trainer import main_ppo
@@ -69,6 +70,19 @@ def test_greedy_baselines_and_missing_episodes_are_replayed_too(chat_model, tmp_
     forget(monkeypatch, environments.Breaks)
     assert replay.main([str(tmp_path / "run" / "capsule_step_2.json"), "trainer.device=cpu"]) == 0
     assert "step 1: as it was\nstep 2: as it was" in capsys.readouterr().out.replace("\r", "")
+
+
+def test_a_run_that_goes_on_keeps_what_earlier_steps_need(tmp_path):
+    def batch(number):
+        return DataProto({}, {"episode": [{"seed": number}]}), DataProto({}, {"index": [0], "sample": [0]})
+
+    def kind(said):
+        return {"tools": [], "is_judged": said}
+
+    Recorder(tmp_path).write(1, *batch(1), {"": kind(False), "game.py:Game": kind(True)})
+    Recorder(tmp_path).write(2, *batch(2), {"": kind(True)})  # and no row of the other
+    kinds = json.loads((tmp_path / "episodes" / "kinds.json").read_text())
+    assert kinds == {"": kind(True), "game.py:Game": kind(True)}
 
 
 def test_what_was_not_recorded_is_an_error(tmp_path):

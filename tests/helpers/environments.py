@@ -144,3 +144,16 @@ class HasTools(ToolEnvironment):
             x: A number.
         """
         return 2 * x
+
+
+class Connects(ToolEnvironment):
+    """Its tool says whether the event loop that it runs in is that of the first call."""
+
+    tools = ("ask",)
+    loop = None
+
+    async def ask(self) -> str:
+        """Asks."""
+        loop = asyncio.get_running_loop()
+        self.loop = self.loop or loop
+        return str(self.loop is loop)

@@ -2,14 +2,17 @@ import contextlib
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from lockstep.rewards.killable import CallCrashed, CallFailed, CallTimeout, KillableWorker, is_portable
+from lockstep.rewards.killable import KillableWorker, is_portable
+from lockstep.rewards.killable.errors import CallCrashed, CallFailed, CallTimeout
 
 
 def add(a, b):
@@ -19,6 +22,10 @@ def add(a, b):
 def shout(text):
     print(text)
     return os.getpid()
+
+
+def echo(value):
+    return value
 
 
 def fail(text):
@@ -100,6 +107,25 @@ def test_a_regular_expression_that_backtracks_is_killed_at_its_deadline(worker):
         worker.call(backtrack, 0.3)
     assert time.monotonic() - started < 5
     assert worker.call(add, 5, a=1, b=1) == 2
+
+
+@pytest.mark.parametrize("length", [1, 1_000_000])
+def test_a_request_that_the_child_does_not_read_has_the_same_deadline_however_long_it_is(worker, length):
+    """A pipe holds 64 KiB. The child stands still as one does whose interpreter the thread of an earlier call keeps."""
+    pid = worker.call(shout, 60, text="")
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as caller:
+        try:
+            assert isinstance(caller.submit(worker.call, shout, 0.3, text="x" * length).exception(60), CallTimeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert worker.call(add, 60, a=1, b=2) == 3
+
+
+def test_a_request_of_many_pipes_full_arrives_whole(worker):
+    text = "".join(map(str, range(1_000_000)))
+    assert worker.call(echo, 60, value=text) == text
 
 
 def test_what_the_function_started_dies_with_it(worker, tmp_path, monkeypatch):

@@ -23,10 +23,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
-from lockstep.errors import RewardError
 from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
+from lockstep.rewards.killable.errors import CallCrashed, CallFailed, CallTimeout
 
 _START_S = 120.0
 _END_S = 10.0
@@ -34,30 +34,6 @@ _PROGRAM = (
     "import json, sys; sys.path[:], limit = json.loads(sys.argv.pop())\n"
     "from lockstep.rewards.killable.child import serve; serve(limit)"
 )
-
-
-class CallError(RewardError):
-    """A call without a value; `kind` is one of outcome.FAILURE_KINDS."""
-
-    kind: str
-
-
-class CallTimeout(CallError):
-    """The call did not end before its deadline; its process was killed."""
-
-    kind = "timeout"
-
-
-class CallFailed(CallError):
-    """The function raised, or its value cannot be sent back; the message ends with the traceback."""
-
-    kind = "raised"
-
-
-class CallCrashed(CallError):
-    """The process ended during the call."""
-
-    kind = "crashed"
 
 
 def is_portable(function: Callable[..., Any]) -> bool:
@@ -156,20 +132,27 @@ def _ask(process: subprocess.Popen[bytes], request: object, deadline: float) -> 
     """The child's answer. Raises TimeoutError at the deadline, EOFError or OSError when the child has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-    process.stdin.flush()
-    poller = select.poll()  # unlike select.select, not limited to the first 1024 descriptors
-    poller.register(process.stdout, select.POLLIN)
+    unsent = memoryview(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+    while unsent:  # a child that an earlier call keeps busy reads nothing, and a pipe holds little
+        _wait(process.stdin, select.POLLOUT, deadline)
+        unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
     read = bytearray()
     while len(read) < HEADER.size or len(read) < HEADER.size + HEADER.unpack_from(read)[0]:
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
+        _wait(process.stdout, select.POLLIN, deadline)
         chunk = os.read(process.stdout.fileno(), 1 << 20)
         if not chunk:
             raise EOFError
         read += chunk
     answer: tuple[str, Any] = pickle.loads(read[HEADER.size :])
     return answer
+
+
+def _wait(pipe: IO[bytes], event: int, deadline: float) -> None:
+    """Until the pipe is ready. Raises TimeoutError at the deadline."""
+    poller = select.poll()  # unlike select.select, not limited to the first 1024 descriptors
+    poller.register(pipe, event)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 _alive: set[subprocess.Popen[bytes]] = set()
@@ -193,6 +176,8 @@ def _spawn(max_memory_mb: int | None) -> subprocess.Popen[bytes]:
         env=os.environ | {MARK: str(os.getpid())},
         start_new_session=MARK not in os.environ,
     ).result()
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
     _alive.add(process)
     return process
 

@@ -113,21 +113,29 @@ class JournaledRollout:
 
     def generate_sequences(self, prompts: DataProto, *, sampling: SamplingParams, step: int, **arguments: Any) -> DataProto:
         """As the workers do it."""
-        of = (prompts, dataclasses.asdict(sampling))
+        of = (prompts, dataclasses.asdict(sampling), _code(prompts.non_tensor_batch.get("environment", ())))
         if (kept := self._journal.read(step, "generated", *of)) is not None:
+            self._note(kept[0], prompts, step)
             return kept[0]
         found: DataProto = self._rollout.generate_sequences(prompts, sampling=sampling, step=step, **arguments)
         self._journal.write(step, "generated", found, {}, *of)
         return found
+
+    def _note(self, kept: DataProto, prompts: DataProto, step: int) -> None:
+        """What is to be done with responses that were not generated."""
+        return
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rollout, name)
 
 
 class JournaledEpisodes(JournaledRollout):
-    """The same of episodes, whose environments may read any column."""
+    """The same of episodes, whose environments may read any column. They are recorded again: a greedy baseline's would replace them."""
 
     reads = None
+
+    def _note(self, kept: DataProto, prompts: DataProto, step: int) -> None:
+        self._rollout.record(kept, prompts, step)
 
 
 class JournaledScorer:
@@ -169,8 +177,9 @@ def _added(before: DataProto, after: DataProto) -> DataProto:
 
 
 def _code(values: Iterable[Any]) -> dict[str, str]:
-    """The SHA-256 of each file of Python code that a setting names: rewards, environments, tools."""
-    files = {value.split(":")[0] for value in values if isinstance(value, str) and ".py" in value}
+    """The SHA-256 of each file of Python code that a setting names, alone or in a list: rewards, environments, tools."""
+    named = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    files = {name.split(":")[0] for name in named if isinstance(name, str) and ".py" in name}
     return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if Path(file).is_file()}
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from helpers.run import make_trainer, roles
 
+from lockstep.agents.recorded import Recorder
+from lockstep.agents.rows import Agent
+from lockstep.agents.training import EpisodeRollout
 from lockstep.config import load_config
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WorkerDied
@@ -147,15 +153,63 @@ def test_other_sampling_or_another_batch_is_generated(tmp_path: Path, first: Any
     assert step.said == []
 
 
-def test_a_changed_reward_function_is_asked(tmp_path: Path) -> None:
-    code = tmp_path / "reward.py"
+@pytest.mark.parametrize("key", ["reward.custom_reward_function.path={}", "agent.environment={}:A", "agent.tools=[{}:f]"])
+def test_changed_code_is_asked(tmp_path: Path, key: str) -> None:
+    code = tmp_path / "code.py"
     code.write_text("old")
-    key = f"reward.custom_reward_function.path={code}"
+    key = key.format(code)
     Step(tmp_path, key)()
     code.write_text("new")
     step = Step(tmp_path, key)
     step()
     assert step.calls == (1, 1)
+
+
+class Group:
+    """Plays episodes that say how they were sampled; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.rollout = Rollout()
+
+    def run_episodes(self, prompts: DataProto, agent: Any, sampling: SamplingParams, step: int) -> DataProto:
+        found = self.rollout.generate_sequences(prompts, sampling, step)
+        found.non_tensor_batch["episode"] = [{"seed": 0, "temperature": sampling.temperature}] * len(prompts)
+        return found
+
+
+class Episodes:
+    """A run of episodes that begins, or begins again, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.group, agent = Group(), SimpleNamespace(kind=lambda name: {"tools": [], "is_judged": True})
+        rollout = EpisodeRollout(self.group, cast(Agent, agent), Recorder(folder), last_step=2)
+        config = load_config([f"trainer.default_local_dir={folder}", "trainer.max_restarts=1"])
+        self.generator, _ = journaled(rollout, None, Journal(config, lambda: "w", print))
+
+    def __call__(self, temperature: float, environment: str | None = None) -> int:
+        prompts = Ragged.from_rows([[2, 3], [4], [5]], dtype=torch.int64)
+        objects = {"index": [0, 0, 1], "sample": [0, 1, 0], "environment": [environment] * 3}
+        sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+        self.generator.generate_sequences(DataProto({"prompts": prompts}, objects), sampling=sampling, step=1)
+        return self.group.rollout.calls
+
+
+def test_episodes_that_come_from_the_journal_are_recorded_beside_those_that_are_played(tmp_path: Path) -> None:
+    """A worker was lost before the greedy baseline was there."""
+    assert Episodes(tmp_path)(1.0) == 1
+    again = Episodes(tmp_path)
+    assert [again(1.0), again(0.0)] == [0, 1]
+    lines = gzip.decompress((tmp_path / "episodes" / "1.jsonl.gz").read_bytes()).decode().splitlines()
+    assert [json.loads(line)["temperature"] for line in lines] == [1.0] * 3 + [0.0] * 3
+
+
+def test_changed_code_of_an_environment_that_rows_name_is_asked(tmp_path: Path) -> None:
+    code = tmp_path / "game.py"
+    code.write_text("old")
+    assert Episodes(tmp_path)(1.0, f"{code}:Game") == 1
+    assert Episodes(tmp_path)(1.0, f"{code}:Game") == 0
+    code.write_text("new")
+    assert Episodes(tmp_path)(1.0, f"{code}:Game") == 1
 
 
 def flip(file: Path) -> None:
