@@ -47,4 +47,4 @@ def test_names_are_where_users_of_the_field_look_for_them():
 
 def test_importing_the_package_and_its_command_line_brings_neither_torch_nor_ray():
     code = "import sys, lockstep, lockstep.cli; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -131,6 +131,7 @@ def test_what_one_raises_ends_the_run_and_closes_the_others():
 
 def test_environments_that_answer_at_once_are_computed_together(monkeypatch):
     monkeypatch.setattr(driver, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(driver, "_QUICK_S", 60.0)
     stream, bridge = FakeStream(), FakeBridge()
 
     async def play(number):

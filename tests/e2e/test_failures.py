@@ -15,6 +15,7 @@ from lockstep.tools.verify_resume.compare import differences
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)  # a start under load takes minutes
 def test_a_killed_worker_ends_the_driver_at_once_and_is_named(embedded_config, tmp_path):
     config = embedded_config()
     command = [

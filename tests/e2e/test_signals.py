@@ -9,6 +9,7 @@ from helpers.run import read_metrics
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)  # a start under load takes minutes
 @pytest.mark.parametrize(
     ("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["Ctrl-C in one process", "SIGTERM under Ray"]
 )

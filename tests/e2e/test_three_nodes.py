@@ -9,7 +9,7 @@ from helpers.run import STEPS, assert_same_training, read_metrics
 
 from lockstep.config.load import to_yaml
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import json
@@ -39,7 +39,7 @@ def test_three_nodes_train_like_one_process(embedded_config, three_steps, warm_r
     config = embedded_config(*STEPS, "trainer.resume_mode=disable")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-c", SCRIPT, json.dumps(warm_ray), "--config", str(tmp_path / "config.yaml")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "on 3 CPU processes" in run.stdout
     assert_same_training(read_metrics(config), three_steps)

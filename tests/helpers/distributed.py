@@ -23,15 +23,14 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
     Ranks are forked, so the imports are paid once; the function may be a closure. Results travel as pickled bytes: torch's own way
     to send a tensor through a queue needs the sender to be alive when it is read.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))  # held until rank 0 has it: nobody else takes the port meanwhile
     context = mp.get_context("fork")
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(function, rank, world_size, port, queue, args)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
+    ranks = [context.Process(target=_rank, args=(function, rank, world_size, listener, queue, args)) for rank in range(world_size)]
     try:
+        for process in ranks:
+            process.start()
+        listener.close()
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while len(results) < world_size:
@@ -46,18 +45,25 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
             results[rank] = pickle.loads(value)
         return [results[rank] for rank in range(world_size)]
     finally:
+        listener.close()
         for process in ranks:
-            process.join(timeout=5)
-            process.kill()
+            if process.pid is not None:
+                process.join(timeout=5)
+                process.kill()
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, queue: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, listener: socket.socket, queue: Any, args: tuple[Any, ...]
+) -> None:
     # The parent's garbage is not this process's to collect: a destructor that ends a thread aborts where there is no such thread.
     gc.freeze()
     try:
         torch.set_num_threads(1)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        host, port = listener.getsockname()
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        own = listener.detach() if rank == 0 else listener.close()
+        store = dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=own)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         queue.put((rank, None, pickle.dumps(function(*args))))
         dist.barrier()
         dist.destroy_process_group()

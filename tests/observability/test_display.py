@@ -147,7 +147,7 @@ def test_live_shows_progress_recent_steps_stage_times_and_the_reward_curve(live:
         live.step(step, METRICS | {"critic/score/mean": step / 10, "timing_s/step": step})
     frame = final_frame(screen, live)
     assert "tiny [bold]run" in frame, "a title is text, not markup"
-    assert re.search(r"━+ +12/60 steps +ETA 0:00:0\d", frame)
+    assert re.search(r"━+ +12/60 steps +ETA 0:\d\d:\d\d", frame)
     rows = [line.split() for line in frame.splitlines() if re.match(r" *\d+ +", line)]
     assert rows == [[str(n), f"{n / 10:.3f}", "0.0012", "0.5000", "1.23", "7.4", f"{n:.1f}"] for n in range(5, 13)]
     assert "step  reward  ref kl  policy kl  entropy  length  seconds" in frame

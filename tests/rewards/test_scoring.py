@@ -62,11 +62,11 @@ def test_an_outcome_says_how_long_its_own_call_took(pool, function):
 
 
 def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_other():
-    pool = ScoringPool(num_workers=2, timeout_s=0.5)
+    pool = ScoringPool(num_workers=2, timeout_s=2.0)
     rows = ["raise", 1, "hang", 2, "exit", 3, "die", 4, "backtrack", 5, "nan", 6, 7, 8]
     started = time.monotonic()
-    outcomes = [future.result(20) for future in [pool.submit(behave, {"ground_truth": row}) for row in rows]]
-    assert time.monotonic() - started < 10
+    outcomes = [future.result(60) for future in [pool.submit(behave, {"ground_truth": row}) for row in rows]]
+    assert time.monotonic() - started < 60
     kinds = {"raise": "raised", "hang": "timeout", "exit": "raised", "die": "crashed", "backtrack": "timeout", "nan": "invalid"}
     for row, outcome in zip(rows, outcomes, strict=True):
         if row in kinds:
@@ -81,7 +81,7 @@ def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_o
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_call_that_cannot_be_killed_is_given_up_at_its_deadline(is_async):
-    pool, release = ScoringPool(1, timeout_s=0.2), threading.Event()
+    pool, release = ScoringPool(1, timeout_s=1.0), threading.Event()
 
     def hangs(ground_truth):
         if ground_truth == 0:
@@ -94,7 +94,7 @@ def test_a_call_that_cannot_be_killed_is_given_up_at_its_deadline(is_async):
         return 1.0
 
     futures = [pool.submit(async_hangs if is_async else hangs, {"ground_truth": i}) for i in range(3)]
-    outcomes = [future.result(5) for future in futures]
+    outcomes = [future.result(30) for future in futures]
     assert outcomes[0].kind == "timeout"
     assert outcomes[1:] == [Score(1.0), Score(1.0)]
     release.set()
@@ -145,7 +145,7 @@ print("collected")
 
 def test_a_call_that_catches_its_end_is_never_collected_in_a_thread_of_ours():
     # Collected, it would be told to end and try again for ever, in the thread that collects it. In a process, which can be killed.
-    ended = subprocess.run([sys.executable, "-c", _TRIES_AGAIN], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", _TRIES_AGAIN], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == ["['timeout', 'timeout']", "timeout", "collected"]
 
@@ -198,7 +198,7 @@ def test_what_an_async_call_raises_itself_is_no_deadline_of_ours(pool, error):
 
 
 def test_an_async_function_that_blocks_its_loop_is_given_up_and_later_rows_get_a_new_loop():
-    pool, release = ScoringPool(1, timeout_s=0.2), threading.Event()
+    pool, release = ScoringPool(1, timeout_s=1.0), threading.Event()
 
     async def blocks(ground_truth):
         if ground_truth == 0:
@@ -206,7 +206,7 @@ def test_an_async_function_that_blocks_its_loop_is_given_up_and_later_rows_get_a
         return 1.0
 
     first = [pool.submit(blocks, {"ground_truth": i}) for i in range(2)]
-    assert [future.result(10).kind for future in first] == ["timeout", "timeout"]
+    assert [future.result(30).kind for future in first] == ["timeout", "timeout"]
     assert "must await" in first[1].result().text
     assert pool.submit(blocks, {"ground_truth": 1}).result(5) == Score(1.0)
     release.set()

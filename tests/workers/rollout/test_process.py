@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from helpers.processes import are_gone
 
 from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
 from lockstep.workers.rollout.process import EngineProcess, Exchange
@@ -118,10 +119,7 @@ def test_a_child_ends_with_its_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it lives on without its parent"
-        time.sleep(0.05)
+    assert are_gone([child])
 
 
 def test_an_exchange_goes_both_ways_and_its_error_ends_it(process: EngineProcess) -> None:
