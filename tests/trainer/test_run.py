@@ -367,6 +367,36 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("moment", ["log", "samples"])
+def test_a_signal_after_the_step_ends_the_run_with_a_checkpoint_too(tmp_path, monkeypatch, moment):
+    """While a dashboard takes the metrics: when it had been decided that this step is not saved."""
+    original = getattr(Tracking, moment)
+
+    def interrupted(tracking, sent, step):
+        original(tracking, sent, step)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Tracking, moment, interrupted)
+    keys = {"save_freq": 20, "test_freq": 0, "val_before_train": False}
+    with pytest.raises(Stopped, match="SIGTERM: ended after step 1 of 40; the newest checkpoint is .*global_step_1;"):
+        Counting(tmp_path, 40, **keys).fit()
+    assert (tmp_path / "global_step_1/count").read_text() == "2"
+    monkeypatch.undo()
+    assert Counting(tmp_path, 3, **keys).fit().steps == 3
+    assert logged(tmp_path) == [{"step": step, "count": 2 * step} for step in (1, 2, 3)]
+
+
+def test_a_signal_before_the_first_step_after_a_resume_saves_nothing_again(tmp_path):
+    Counting(tmp_path, 2).fit()
+    before = (tmp_path / "global_step_2").stat().st_ino
+    again = Counting(tmp_path, 4)
+    again._describe = lambda: os.kill(os.getpid(), signal.SIGTERM) or "a signal"
+    with pytest.raises(Stopped, match="ended after step 2 of 4; the newest checkpoint is .*global_step_2;"):
+        again.fit()
+    assert (tmp_path / "global_step_2").stat().st_ino == before
+
+
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_validation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_path, at):
     """After the step that the signal came in, also after the last one: such a run is not done."""
@@ -589,6 +619,25 @@ def test_workers_are_started_again_so_often_and_for_what_a_restart_can_mend_only
         Losing(tmp_path / "c", 6, at=[2], error=bug, max_restarts=5).fit()
     full = WorkerError("critic rank 0", "Traceback ... torch.OutOfMemoryError: CUDA out of memory")
     assert Losing(tmp_path / "d", 6, at=[2], error=full, max_restarts=1).fit().steps == 6
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDied("actor rank 0", "killed by SIGTERM"), NumericalError("the loss is nan")], ids=["lost", "not finite"]
+)
+def test_a_run_that_was_asked_to_stop_does_not_begin_again(tmp_path, error):
+    """A signal to all processes of a job ends workers too: the run trained on with new ones until it was killed."""
+
+    def interrupt(run):
+        if run.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise error
+
+    run = Counting(tmp_path, 6, at_step=interrupt, save_freq=1, max_restarts=3, on_nonfinite="rollback")
+    with pytest.raises(Stopped, match="SIGTERM: ended after step 2 of 6; the newest checkpoint is .*global_step_2;"):
+        run.fit()
+    assert (run.num_restarts, run.left_out) == (0, [])
+    assert f"warning: {error}" in run.display.texts
+    assert Counting(tmp_path, 6, save_freq=1).fit().steps == 6
 
 
 def test_a_run_from_a_named_checkpoint_begins_again_from_its_own(tmp_path):
