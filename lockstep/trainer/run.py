@@ -203,7 +203,7 @@ class Run(ABC):
                         self.global_steps += 1
                         self._after_step(metrics, tracking, stop)
                     if stop.asked and self._unsaved is not None:  # the signal came when it had been decided that nothing is saved
-                        self._publish(self._begin_save(self._unsaved))
+                        self._publish(self._begin_save(self._unsaved), tracking)
                     self._end_save()
             is_validated = "testing" in self.timer.seconds or not self._validates_after(self.global_steps)
             if stop.asked and not (self.global_steps >= self.total_steps and is_validated):
@@ -248,7 +248,7 @@ class Run(ABC):
         tracking.log(metrics, self.global_steps)
         if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
             tracking.samples(samples, self.global_steps)
-        self._publish(draft)
+        self._publish(draft, tracking)
         self.display.step(self.global_steps, metrics)
         if alarms:
             self.display.message(shown(alarms, samples))
@@ -281,14 +281,15 @@ class Run(ABC):
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
         return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
-    def _tracking(self, logs_step_again: bool) -> Tracking:
+    def _tracking(self, logs_again: bool) -> Tracking:
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
-            resume_step=self.global_steps - logs_step_again if self.global_steps else None,
+            resume_step=self.global_steps or None,
+            logs_again=logs_again,
         )
 
     def _introduce(self) -> None:
@@ -386,9 +387,11 @@ class Run(ABC):
                 self._saver.fail(error)
                 return None
 
-    def _publish(self, draft: tuple[Path, Sequence[Path]] | None) -> None:
-        """Make the draft a checkpoint, at once or when all who write are done."""
-        if draft is not None:
+    def _publish(self, draft: tuple[Path, Sequence[Path]] | None, tracking: Tracking) -> None:
+        """Make the draft a checkpoint, at once or when all who write are done; not where the step's metrics are not on disk."""
+        if draft is not None and tracking.unwritten is not None:
+            self._saver.fail(tracking.unwritten)
+        elif draft is not None:
             self._saver.publish(*draft, durable=[self._metrics_file], waits=not self.section.save_in_background)
 
     def _wait_for_save(self) -> None:

@@ -18,7 +18,7 @@ from lockstep.config.trainer import TrainerConfig
 from lockstep.data.schedule import batch_at
 from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
-from lockstep.observability.trackers import Tracking
+from lockstep.observability.trackers import Tracking, _JsonLines
 from lockstep.trainer.run import Run
 from lockstep.trainer.summary import summarise, summarise_stage
 
@@ -418,6 +418,51 @@ def test_a_validation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_pa
     again = Counting(tmp_path / "cut", 4, test_freq=1)
     again.fit()
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole"), "it is not made a third time"
+
+
+def test_a_validation_that_is_owed_and_fails_is_still_owed_and_its_step_still_there(tmp_path):
+    """The step's line was dropped before the validation, and was nowhere but in memory."""
+
+    def interrupt(run):
+        if run.global_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Failing(Counting):
+        def _validate(self):
+            raise RuntimeError("as if it was killed here")
+
+    keys = {"test_freq": 2, "save_freq": 2, "val_before_train": False}
+    Counting(tmp_path / "whole", 4, **keys).fit()
+    with pytest.raises(Stopped):
+        Counting(tmp_path / "cut", 4, at_step=interrupt, **keys).fit()
+    with pytest.raises(RuntimeError, match="killed here"):
+        Failing(tmp_path / "cut", 4, **keys).fit()
+    assert logged(tmp_path / "cut") == [{"step": 1, "count": 2}, {"step": 2, "count": 4}]
+    Counting(tmp_path / "cut", 4, **keys).fit()
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("full", [{3}, {4}, {6}], ids=["beside no save", "beside a save", "at the end"])
+@pytest.mark.filterwarnings("ignore:metrics.jsonl was not written", "ignore:tracker 'file' did not finish")
+def test_metrics_that_a_full_disk_did_not_take_are_written_later_and_no_checkpoint_is_before_them(tmp_path, monkeypatch, full):
+    original = _JsonLines._write
+
+    def write(file):
+        last = json.loads(file._unwritten.splitlines()[-1])["step"] if file._unwritten else None
+        if last in full:
+            file.error = OSError(errno.ENOSPC, "No space left on device")
+            raise file.error
+        original(file)
+
+    monkeypatch.setattr(_JsonLines, "_write", write)
+    run = Counting(tmp_path, 6, save_freq=2, test_freq=0, val_before_train=False, on_save_failure="continue")
+    if full == {6}:
+        with pytest.raises(ResourceError, match="step 6, the last one, was not saved"):
+            run.fit()
+    else:
+        run.fit()
+        assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert saved(tmp_path) == [f"global_step_{step}" for step in (2, 4, 6) if step not in full]
 
 
 def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
