@@ -15,7 +15,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -214,8 +213,12 @@ class Run(ABC):
         except Stopped:
             raise
         except Exception as error:
-            with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
+            try:  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            except Stopped:
+                raise
+            except Exception:
+                pass
             if is_nonfinite(error):
                 from lockstep.trainer.capsule import keep_failed_step
 

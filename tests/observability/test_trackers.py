@@ -1,6 +1,7 @@
 import json
 import math
 import resource
+import signal
 import sys
 import types
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import ConfigError, DataError, MissingExtra, ResourceError
+from lockstep.errors import ConfigError, DataError, MissingExtra, ResourceError, Stopped
 from lockstep.observability import trackers
 from lockstep.observability.dashboards import DASHBOARDS
 from lockstep.observability.trackers import Tracking
@@ -339,6 +340,19 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pa
     ]
     assert [kwargs["step"] for call, kwargs in wandb.calls if call == "log"] == [1, 2]
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_signal_that_ends_the_run_at_once_is_no_failure_of_the_tracker_it_comes_in(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log(metrics: dict[str, float], step: int) -> None:
+        raise Stopped(signal.SIGINT, "a second signal")
+
+    tracking = make(tmp_path, "wandb")
+    monkeypatch.setattr(wandb, "log", log)
+    with pytest.raises(Stopped):
+        tracking.log({}, step=1)
+    tracking.finish()
 
 
 def test_a_start_that_fails_closes_what_had_started(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:

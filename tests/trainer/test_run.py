@@ -488,6 +488,28 @@ def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
     assert saved(tmp_path / "twice") == saved(tmp_path / "hang") == []
 
 
+def test_a_second_signal_ends_a_run_at_once_also_while_it_saves_or_ends_with_an_error(tmp_path, monkeypatch):
+    def twice(path):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(folders, "sync", twice)
+    for policy in ("stop", "continue"):
+        run = Counting(tmp_path / policy, 3, save_freq=1, on_save_failure=policy)
+        with pytest.raises(Stopped, match="SIGINT: a second signal"):
+            run.fit()
+        assert run.display.texts == ["a step adds two"]
+
+    def ended():  # the program's own handler, while the last save is waited for
+        raise Stopped(signal.SIGTERM, "SIGTERM: ended")
+
+    lost = Losing(tmp_path / "lost", 3, at=[2], max_restarts=1, save_freq=0)
+    lost._end_save = ended
+    with pytest.raises(Stopped, match="SIGTERM: ended"):
+        lost.fit()
+    assert lost.num_restarts == 0
+
+
 class Fruitless(Counting):
     """Every response has the same score."""
 
