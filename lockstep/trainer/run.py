@@ -227,8 +227,9 @@ class Run(ABC):
                 raise
         finally:
             self.close_folder()
-        self._begin_again()
-        return self.fit()
+        with self.display.waits():
+            self._begin_again()
+            return self.fit()
 
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
@@ -361,7 +362,7 @@ class Run(ABC):
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
-        self._unsaved = None
+        self._unsaved, self._is_alarmed = None, False
         unfreeze_objects()  # what the lost ones held here is garbage now
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:

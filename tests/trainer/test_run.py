@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, Res
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking, _JsonLines
 from lockstep.trainer.run import Run
+from lockstep.trainer.stop import end_on_sigterm
 from lockstep.trainer.summary import summarise, summarise_stage
 
 
@@ -540,6 +541,23 @@ def test_an_alarm_stops_the_run_with_a_checkpoint_where_it_may_and_the_next_star
     assert Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit().steps == 6, "the user has read it, and goes on"
 
 
+def test_an_alarm_of_a_step_that_was_lost_is_none_until_the_step_is_done_again(tmp_path):
+    """The run began again, did no step, and ended with an alarm without a name."""
+
+    class Dying(Fruitless):
+        def _save(self, folder):
+            super()._save(folder)
+            if self.global_steps == 3 and not self.num_restarts:
+                raise WorkerDied("actor rank 0", "its process ended")
+
+        def _restart(self):
+            self.count = 0
+            self.open_folder()
+
+    with pytest.raises(Alarmed, match="^equal_rewards, and trainer.on_alarm=stop: ended after step 3 of 6; .*global_step_3"):
+        Dying(tmp_path, 6, on_alarm="stop", save_freq=1, max_restarts=1).fit()
+
+
 def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
     with pytest.raises(Stopped, match="there is no checkpoint"):
         Counting(tmp_path, 5, save_freq=0, at_step=lambda run: os.kill(os.getpid(), signal.SIGTERM)).fit()
@@ -666,10 +684,12 @@ def test_a_run_that_loses_its_workers_ends_as_one_that_does_not(tmp_path, save_f
     keys = {"save_freq": save_freq, "test_freq": 3, "resume_mode": resume_mode}
     Counting(tmp_path / "whole", 6, **keys).fit()
     run = Losing(tmp_path / "run", 6, at=[1, 4, 4], max_restarts=3, **keys)
+    waits, run.display.waits = [], lambda: waits.append(run.num_restarts) or nullcontext()
     assert run.fit().steps == 6
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
     assert (tmp_path / "run/global_step_6/count").read_text() == "12"
     assert run.num_restarts == 3
+    assert waits == [1, 2, 3]
     said = [text for text in run.display.texts if "restart" in text]
     assert len(said) == 3
     assert "critic rank 1 died: its process ended" in said[0]
@@ -704,6 +724,21 @@ def test_a_run_that_was_asked_to_stop_does_not_begin_again(tmp_path, error):
         run.fit()
     assert (run.num_restarts, run.left_out) == (0, [])
     assert f"warning: {error}" in run.display.texts
+    assert Counting(tmp_path, 6, save_freq=1).fit().steps == 6
+
+
+def test_a_signal_while_new_workers_start_says_that_there_is_a_checkpoint(tmp_path):
+    class Slow(Losing):
+        def _restart(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        end_on_sigterm()
+        with pytest.raises(Stopped, match="SIGTERM: ended while no step was being done; .* goes on from the newest checkpoint"):
+            Slow(tmp_path, 6, at=[3], max_restarts=1, save_freq=1).fit()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert Counting(tmp_path, 6, save_freq=1).fit().steps == 6
 
 
