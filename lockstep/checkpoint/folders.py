@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,15 @@ def publish(draft: Path, known: Mapping[str, Entry]) -> Path:
     for path in (*draft.rglob("*"), draft):
         sync(path)
     run_dir, final = draft.parent, draft.with_suffix("")
-    if final.exists():
-        _remove(final)
+    before = _rename_aside(final, "removed") if final.exists() else None
     draft.rename(final)
     tracker = run_dir / f"{TRACKER}.incomplete"
     tracker.write_text(final.name.removeprefix(_PREFIX))
     sync(tracker)
     tracker.rename(run_dir / TRACKER)
     sync(run_dir)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
     return final
 
 
@@ -143,11 +144,15 @@ def newest_whole(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def prune(run_dir: Path, keep: int | None, best: Path | None = None) -> None:
-    """Delete the oldest checkpoints beyond `keep`, but not `best`; None keeps all."""
+def prune(run_dir: Path, keep: int | None, spared: Collection[Path | None] = ()) -> None:
+    """Delete the oldest checkpoints beyond `keep`, but not those that are spared; None keeps all. What is left of one that was deleted
+    before goes too."""
+    for leftover in run_dir.glob(f"{_PREFIX}*.removed"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for folder in found(run_dir)[: -keep if keep else 0]:
-        if folder != best:
-            _remove(folder)
+        if folder not in spared:
+            # Its name is taken away first: a crash in the middle must not leave half a checkpoint under it.
+            shutil.rmtree(_rename_aside(folder, "removed"))
 
 
 def remove_leftovers(run_dir: Path) -> None:
@@ -155,11 +160,6 @@ def remove_leftovers(run_dir: Path) -> None:
     for pattern in ("incomplete", "removed"):
         for folder in run_dir.glob(f"{_PREFIX}*.{pattern}"):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Take the name away first: a crash in the middle must not leave half a checkpoint under it."""
-    shutil.rmtree(_rename_aside(folder, "removed"))
 
 
 def _rename_aside(folder: Path, why: str) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import Entry
-from lockstep.errors import ResourceError
+from lockstep.errors import DataError, ResourceError, Stopped
 
 _POLL_S = (0.01, 0.5)
 
@@ -35,6 +35,8 @@ class Saver:
         self._say = say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._unpruned: list[str] = []
+        """What is to be said of checkpoints that should not be there any more."""
         self._cancelled, self._reason, self._step = threading.Event(), "", 0
         self.failed: int | None = None
         """The step of the last save, where it failed."""
@@ -55,10 +57,13 @@ class Saver:
                 for path in durable:
                     folders.sync(path)
                 folders.publish(draft, self._collect(draft, reports))
-                self.prune()
+            except Stopped:
+                raise
             except Exception as error:
                 self._error = error
                 shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space
+            else:
+                self.prune()
 
         if reports and not waits:
             self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
@@ -76,6 +81,9 @@ class Saver:
         """Raise, or say, what went wrong with the last save, if it did."""
         if self._thread is not None and self._thread.is_alive():
             return
+        texts, self._unpruned = self._unpruned, []
+        for text in texts:
+            self._say(f"warning: {text}")
         error, self._error = self._error, None
         if error is None:
             return
@@ -103,21 +111,38 @@ class Saver:
     def close(self) -> None:
         """Give up on a save that still waits for others, without a word. The next save begins afresh."""
         self.cancel("the run ended before it was written")
-        self._error = None
+        self._error, self._unpruned = None, []
 
     def prune(self) -> None:
-        """Delete the checkpoints that are not to be kept."""
-        folders.prune(self._run_dir, self._keep, self.best())
+        """Delete the checkpoints that are not to be kept. One whose state cannot be read may be the best, and stays. What could not be
+        deleted is said by the next `check`: the checkpoint that was saved is there all the same."""
+        try:
+            known, unread = self._values()
+            self._unpruned = [f"{error}; it is not deleted, and not compared with others" for error in unread.values()]
+            folders.prune(self._run_dir, self._keep, spared={self._best_of(known), *unread})
+        except OSError as error:
+            self._unpruned.append(f"an older checkpoint was not deleted, the next save tries again: {describe_failure(error)}")
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None where no metric is asked for or no checkpoint has it."""
-        if self._metric is None:
-            return None
-        values = {
-            folder: folders.read_state(folder).get("metrics", {}).get(self._metric) for folder in folders.found(self._run_dir)
-        }
-        known = {folder: value for folder, value in values.items() if value is not None}
+        return self._best_of(self._values()[0])
+
+    def _best_of(self, known: dict[Path, float]) -> Path | None:
         return (min if self._lowest else max)(known, key=lambda folder: known[folder], default=None)
+
+    def _values(self) -> tuple[dict[Path, float], dict[Path, DataError]]:
+        """The metric of the checkpoints that have it, and those whose state cannot be read; nothing where no metric is asked for."""
+        known: dict[Path, float] = {}
+        unread: dict[Path, DataError] = {}
+        for folder in folders.found(self._run_dir) if self._metric is not None else []:
+            try:
+                value = folders.read_state(folder).get("metrics", {}).get(self._metric)
+            except DataError as error:
+                unread[folder] = error
+                continue
+            if value is not None:
+                known[folder] = value
+        return known, unread
 
     def _collect(self, draft: Path, reports: Sequence[Path]) -> dict[str, Entry]:
         known: dict[str, Entry] = {}

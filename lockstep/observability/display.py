@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
@@ -23,7 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.observability.eta import Due, Eta
-from lockstep.observability.waiting import LINES, leave_terminal, now_running
+from lockstep.observability.waiting import LINES, leave_terminal, now_running, shown_waits
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ class Display:
         """Show a text that stays."""
 
     def close(self) -> None:
-        """End and leave the terminal in order; a second call does nothing."""
+        """End and leave the terminal in order; a second call does nothing. `start` begins anew."""
+
+    def waits(self) -> AbstractContextManager[None]:
+        """Inside, what takes long is shown where the display shows it, until it begins (again)."""
+        return nullcontext()
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +114,7 @@ class PlainDisplay(Display):
         self._total_steps, self._eta = 0, Eta(0)
 
     def start(self, total_steps: int, first_step: int = 0, title: str = "", due: Due | None = None) -> None:
+        LINES.start(self._stream)
         self._total_steps, self._eta = total_steps, Eta(total_steps, first_step, due)
         if title:
             self.message(title)
@@ -126,6 +132,9 @@ class PlainDisplay(Display):
     def close(self) -> None:
         self._stream.flush()
         LINES.stop()
+
+    def waits(self) -> AbstractContextManager[None]:
+        return shown_waits(self._stream, is_live=False)
 
 
 class LiveDisplay(Display):
@@ -188,6 +197,9 @@ class LiveDisplay(Display):
             self._is_open = False
             sys.breakpointhook = self._breakpointhook
             self._live.stop()
+
+    def waits(self) -> AbstractContextManager[None]:
+        return shown_waits(self._console.file, is_live=True)
 
     # -- sharing the terminal ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Where metrics go: always `<run_dir>/metrics.jsonl`, and the dashboards the user asked for.
 
 A dashboard that cannot start ends the run before it begins; one that fails later is reported once and dropped, and the
-run goes on.
+run goes on. The file is never dropped: lines that it does not take, on a full disk, are written with later ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import ConfigError, ResourceError
+from lockstep.errors import ConfigError, ResourceError, Stopped
 from lockstep.observability.dashboards import DASHBOARDS, Samples, check_installed
 from lockstep.utils.files import load_reference
 
@@ -64,7 +64,8 @@ class Tracking:
     ```
 
     `resume_step` is the step of the checkpoint that the run continues from: what was logged after it is dropped, so
-    each step is there once. With None the run is new, and an older metrics.jsonl is kept as metrics.<n>.jsonl.
+    each step is there once. With None the run is new, and an older metrics.jsonl is kept as metrics.<n>.jsonl. `logs_again`: what is
+    logged first are the metrics of that step again, in the place of those that are there.
 
     Raises ConfigError on an unknown name, MissingExtra when a tracker's package is not installed, ResourceError for a tracker that
     cannot start, and OSError where metrics.jsonl cannot be written.
@@ -79,6 +80,7 @@ class Tracking:
         run_dir: Path,
         config: Mapping[str, Any],
         resume_step: int | None = None,
+        logs_again: bool = False,
     ) -> None:
         check_trackers(names)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,20 +88,26 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
         try:
             own = {"project_name": project_name, "experiment_name": experiment_name, "run_dir": run_dir, "config": config}
+            before = resume_step - 1 if resume_step is not None and logs_again else resume_step
             for name in dict.fromkeys(names):
                 if name not in ("console", "file"):
-                    self._trackers[name] = _start(name, **own, resume_step=resume_step)
+                    self._trackers[name] = _start(name, **own, resume_step=before)
             # Last, so that a start that fails leaves the metrics of the run before it where they are.
-            self._trackers["file"] = _JsonLines(run_dir / "metrics.jsonl", resume_step)
+            self._file = self._trackers["file"] = _JsonLines(run_dir / "metrics.jsonl", resume_step, logs_again)
         except BaseException:
             self.finish(exit_code=1)
             raise
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the metrics of one step. A tracker that raises is reported by a warning and gets nothing more."""
+        """Send the metrics of one step. A tracker that raises is reported by a warning and gets nothing more, unless it is the file."""
         if self._finished:
             raise RuntimeError(f"log() of step {step} after finish(): its metrics would be lost")
         self._send(step, lambda tracker: tracker.log(metrics, step))
+
+    @property
+    def unwritten(self) -> OSError | None:
+        """Why metrics.jsonl lacks lines that were logged, where it does."""
+        return self._file.error
 
     def samples(self, rows: Samples, step: int) -> None:
         """Send a table of what the model wrote, to those who show one."""
@@ -110,12 +118,15 @@ class Tracking:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
+            except Stopped:
+                raise
             except Exception as error:
-                del self._trackers[name]
-                warnings.warn(
-                    f"tracker {name!r} failed at step {step} and is dropped, the run goes on: {error!r}",
-                    stacklevel=3,
-                )
+                if tracker is self._file:
+                    text = f"metrics.jsonl was not written at step {step}; its lines are written as soon as they can be: {error!r}"
+                else:
+                    text = f"tracker {name!r} failed at step {step} and is dropped, the run goes on: {error!r}"
+                    del self._trackers[name]
+                warnings.warn(text, stacklevel=3)
 
     def finish(self, exit_code: int = 0) -> None:
         """Close every tracker; a second call does nothing. A tracker that raises is reported by a warning."""
@@ -149,24 +160,42 @@ class _JsonLines:
     The file is strict JSON: a number that is not finite is written as "nan", "inf" or "-inf".
     """
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
+    def __init__(self, path: Path, resume_step: int | None, logs_again: bool) -> None:
+        self._path, self._replaced = path, resume_step if logs_again else None
+        self._unwritten = b""
+        self.error: OSError | None = None
+        """Why the last lines are not in the file, where they are not."""
         if path.exists():
             if resume_step is None:
                 path.rename(_free_name(path))
             else:
                 _drop_steps_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        path.open("ab").close()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         record = {"step": step, "time": time.time(), **{name: _strict(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._unwritten += f"{json.dumps(record, allow_nan=False)}\n".encode()
+        self._write()
 
     def samples(self, rows: Samples, step: int) -> None:
         """They are no metrics."""
 
     def finish(self, exit_code: int) -> None:
-        self._file.close()
+        self._write()
+
+    def _write(self) -> None:
+        """Write the lines that are not in the file yet. One that was cut short is gone on with where it was cut."""
+        try:
+            if self._replaced is not None and self._unwritten:
+                _drop_steps_after(self._path, self._replaced - 1, self._unwritten.decode())
+                self._replaced, self._unwritten = None, b""
+            with self._path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self.error = None
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _strict(value: float) -> float | str:
@@ -179,8 +208,8 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _drop_steps_after(path: Path, last_step: int) -> None:
-    """Keep only the steps up to `last_step`, atomically. A line that a crash cut short is dropped with a warning."""
+def _drop_steps_after(path: Path, last_step: int, more: str = "") -> None:
+    """Keep only the steps up to `last_step`, and add lines, atomically. A line that a crash cut short is dropped with a warning."""
     unreadable = []
     rewritten = path.with_name(f"{path.name}.tmp")
     with path.open(encoding="utf-8", errors="replace") as old, rewritten.open("w", encoding="utf-8") as new:
@@ -189,6 +218,7 @@ def _drop_steps_after(path: Path, last_step: int) -> None:
                 unreadable.append(number)
             elif step <= last_step:
                 new.write(line.rstrip("\n") + "\n")
+        new.write(more)
         new.flush()
         os.fsync(new.fileno())
     os.replace(rewritten, path)

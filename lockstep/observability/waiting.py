@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import IO, Any
 
 from lockstep.observability.spans import Progress, running
 
@@ -50,9 +50,9 @@ class Lines:
     def __init__(self) -> None:
         self._process = 0
         self._said_at = 0.0
-        self._stream: TextIO | None = None
+        self._stream: IO[str] | None = None
 
-    def start(self, stream: TextIO) -> None:
+    def start(self, stream: IO[str]) -> None:
         """Lines are wanted from now on, on that stream."""
         self._stream = stream
         self.heard()
@@ -93,7 +93,7 @@ _streams = sys.stdout, sys.stderr
 
 
 @contextmanager
-def shown_waits(stream: TextIO, is_live: bool) -> Iterator[None]:
+def shown_waits(stream: IO[str], is_live: bool) -> Iterator[None]:
     """Inside, waits are shown on `stream`; on a terminal (`is_live`) until somebody calls `leave_terminal`, as a display does."""
     if not is_live:
         LINES.start(stream)
@@ -118,7 +118,7 @@ def shown_waits(stream: TextIO, is_live: bool) -> Iterator[None]:
             sys.breakpointhook = hook
 
 
-def _take_terminal(stream: TextIO) -> None:
+def _take_terminal(stream: IO[str]) -> None:
     global _area, _streams
     from rich.console import Console
     from rich.live import Live

@@ -15,7 +15,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,19 +23,19 @@ from typing import Any
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.best import check_best
 from lockstep.checkpoint.lock import FolderLock
-from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
-from lockstep.config.resume import check_resumable, kept_values
+from lockstep.config.resume import kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import ConfigError, DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
+from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.skipped import heed_skipped
+from lockstep.trainer.start import find_checkpoint
 from lockstep.trainer.stop import StopSignals, unvalidated
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
@@ -86,6 +85,8 @@ class Run(ABC):
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
         self._position_before = self._steps_without = 0
+        self._unsaved: dict[str, float] | None = None
+        """Metrics of the last step, where that was not saved and could have been."""
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
         """The checkpoint to go on from, and its state."""
@@ -160,7 +161,8 @@ class Run(ABC):
             self._lock = FolderLock(self.section.run_dir)
             try:
                 folders.remove_leftovers(self.section.run_dir)
-                self._from = self._find_checkpoint()
+                is_own = self.section.resume_mode == "auto" or self.num_restarts > 0
+                self._from = find_checkpoint(self.config, is_own, self.display.message)
             except BaseException:
                 self.close_folder()
                 raise
@@ -178,10 +180,10 @@ class Run(ABC):
         SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped. When a worker is lost it
         goes on from the newest checkpoint with new ones, `trainer.max_restarts` times.
         """
-        config = self.section
+        config, stop = self.section, StopSignals(self.section.stop_deadline_s, self._ended)
         self.open_folder()
         try:
-            with StopSignals(config.stop_deadline_s, self._ended) as stop:
+            with stop:
                 self._resume()
                 self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
@@ -199,6 +201,8 @@ class Run(ABC):
                         metrics = self._step()
                         self.global_steps += 1
                         self._after_step(metrics, tracking, stop)
+                    if stop.asked and self._unsaved is not None:  # the signal came when it had been decided that nothing is saved
+                        self._publish(self._begin_save(self._unsaved), tracking)
                     self._end_save()
             is_validated = "testing" in self.timer.seconds or not self._validates_after(self.global_steps)
             if stop.asked and not (self.global_steps >= self.total_steps and is_validated):
@@ -209,18 +213,23 @@ class Run(ABC):
         except Stopped:
             raise
         except Exception as error:
-            with suppress(Exception):  # what the last step was saved as is not lost to an error of the next
+            try:  # what the last step was saved as is not lost to an error of the next
                 self._end_save()
+            except Stopped:
+                raise
+            except Exception:
+                pass
             if is_nonfinite(error):
                 from lockstep.trainer.capsule import keep_failed_step
 
                 keep_failed_step(self, error)
-            if not self._begins_again_after(error):
+            if not self._begins_again_after(error, stop):
                 raise
         finally:
             self.close_folder()
-        self._begin_again()
-        return self.fit()
+        with self.display.waits():
+            self._begin_again()
+            return self.fit()
 
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
         """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
@@ -237,13 +246,13 @@ class Run(ABC):
         self._is_alarmed = bool(alarms) and config.on_alarm == "stop"
         is_last = bool(stop.asked) or self._is_alarmed
         saves = self.is_due(config.save_freq, self.global_steps) or (is_last and config.save_freq != 0)
+        self._unsaved = metrics if config.save_freq != 0 and not saves else None
         draft = self._begin_save(metrics) if saves else None
         metrics |= {f"timing_s/{name}": s for name, s in self.timer.seconds.items() if name in ("testing", "save_checkpoint")}
         tracking.log(metrics, self.global_steps)
         if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
             tracking.samples(samples, self.global_steps)
-        if draft is not None:
-            self._saver.publish(*draft, durable=[self._metrics_file], waits=not config.save_in_background)
+        self._publish(draft, tracking)
         self.display.step(self.global_steps, metrics)
         if alarms:
             self.display.message(shown(alarms, samples))
@@ -276,14 +285,15 @@ class Run(ABC):
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
         return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
 
-    def _tracking(self, logs_step_again: bool) -> Tracking:
+    def _tracking(self, logs_again: bool) -> Tracking:
         return Tracking(
             self.section.logger,
             project_name=self.section.project_name,
             experiment_name=self.section.experiment_name or self.section.run_dir.name,
             run_dir=self.section.run_dir,
             config=redacted(dataclasses.asdict(self.config)),
-            resume_step=self.global_steps - logs_step_again if self.global_steps else None,
+            resume_step=self.global_steps or None,
+            logs_again=logs_again,
         )
 
     def _introduce(self) -> None:
@@ -324,13 +334,19 @@ class Run(ABC):
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
-    def _begins_again_after(self, error: Exception) -> bool:
-        """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite."""
+    def _begins_again_after(self, error: Exception, stop: StopSignals) -> bool:
+        """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite.
+
+        Raises Stopped where it would, but was asked to stop: a signal to all processes of a job may end workers first.
+        """
         detail = error.detail if isinstance(error, WorkerError) else ""
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
         rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
+        if stop.asked:
+            self.display.message(f"warning: {error}")
+            raise Stopped(stop.asked, self._ended(stop.asked.name)) from error
         self.num_restarts += 1
         how = "new workers go on"
         if rolls_back:
@@ -346,6 +362,7 @@ class Run(ABC):
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
+        self._unsaved, self._is_alarmed = None, False
         unfreeze_objects()  # what the lost ones held here is garbage now
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
@@ -374,6 +391,13 @@ class Run(ABC):
                 self._saver.fail(error)
                 return None
 
+    def _publish(self, draft: tuple[Path, Sequence[Path]] | None, tracking: Tracking) -> None:
+        """Make the draft a checkpoint, at once or when all who write are done; not where the step's metrics are not on disk."""
+        if draft is not None and tracking.unwritten is not None:
+            self._saver.fail(tracking.unwritten)
+        elif draft is not None:
+            self._saver.publish(*draft, durable=[self._metrics_file], waits=not self.section.save_in_background)
+
     def _wait_for_save(self) -> None:
         with progress("writing the checkpoint"):
             for error in self._finish_save():
@@ -397,40 +421,6 @@ class Run(ABC):
             "left_out": self.left_out,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
-
-    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint that the configuration names, or the run's newest whole one, with its state."""
-        config, run_dir = self.section, self.section.run_dir
-        is_own = config.resume_mode == "auto" or self.num_restarts > 0
-        folder = folders.newest_whole(run_dir, self.display.message) if is_own else None
-        if folder is None and config.resume_mode == "resume_path":
-            folder = Path(str(config.resume_from_path))
-            check_manifest(folder)
-        if not is_own:
-            self._refuse_used_folder(folder)
-        if folder is None:
-            return None
-        state = folders.read_state(folder)
-        recipe = type(self.config).__name__
-        if state.get("recipe") != recipe:
-            raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
-        if not {"config", "left_out"} <= state.keys():
-            raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
-        check_resumable(state["config"], kept_values(self.config), config.allow_changes, str(folder))
-        return folder, state
-
-    def _refuse_used_folder(self, start: Path | None) -> None:
-        """Raise ConfigError where the folder has checkpoints other than `start` and those before it."""
-        run_dir = self.section.run_dir
-        names = [folder.name for folder in folders.found(run_dir)]
-        if start is not None and start.resolve().parent == run_dir.resolve():
-            names = names[names.index(start.name) + 1 :]
-        if names:
-            raise ConfigError(
-                f"{run_dir} has checkpoints of another run ({', '.join(names)}), and trainer.resume_mode={self.section.resume_mode} "
-                "does not go on from them; set trainer.resume_mode=auto to go on, choose another folder with trainer.experiment_name or "
-                "trainer.default_local_dir, or move them away"
-            )
 
     def _resume(self) -> None:
         """Take over the checkpoint that was found."""

@@ -69,7 +69,8 @@ def unvalidated(metrics_file: Path, step: int) -> dict[str, Any] | None:
 
 
 def end_on_sigterm() -> None:
-    """Make SIGTERM raise Stopped where the program is, as SIGINT raises KeyboardInterrupt: while there is nothing to save yet.
+    """Make SIGTERM raise Stopped where the program is, as SIGINT raises KeyboardInterrupt: while no step is done, so that there is
+    nothing to save.
 
     Call it after `ray.init`, whose own handler ends the process in the middle of what it does.
     """
@@ -78,4 +79,5 @@ def end_on_sigterm() -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise Stopped(signal.Signals(number), "SIGTERM: ended before the first step")
+    text = "SIGTERM: ended while no step was being done; the same command goes on from the newest checkpoint, where there is one"
+    raise Stopped(signal.Signals(number), text)

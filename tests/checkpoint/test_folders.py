@@ -74,6 +74,18 @@ def test_publishing_a_step_again_replaces_it_whole(tmp_path):
     assert names(tmp_path) == ["global_step_20"]
 
 
+def test_publishing_a_step_again_does_not_need_the_old_one_deleted(tmp_path, monkeypatch):
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    save(tmp_path, 20, weights="old")
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    save(tmp_path, 20, weights="new")
+    assert (tmp_path / "global_step_20" / "actor" / "model.safetensors").read_text() == "new"
+    assert names(tmp_path) == ["global_step_20", "global_step_20.removed"]
+
+
 @pytest.mark.parametrize("remove", [lambda run_dir: save(run_dir, 10), lambda run_dir: prune(run_dir, 1)])
 def test_a_crash_while_deleting_leaves_no_half_checkpoint_under_a_checkpoint_name(tmp_path, monkeypatch, remove):
     save(tmp_path, 10)
@@ -115,7 +127,7 @@ def test_pruning_keeps_the_newest(tmp_path, keep, left):
 def test_pruning_leaves_the_best(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, 1, best=tmp_path / "global_step_2")
+    prune(tmp_path, 1, spared=[tmp_path / "global_step_2"])
     assert names(tmp_path) == ["global_step_2", "global_step_4"]
 
 

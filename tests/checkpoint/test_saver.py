@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import check_manifest, entry_of
 from lockstep.checkpoint.saver import Saver, write_report
-from lockstep.errors import ResourceError
+from lockstep.errors import ResourceError, Stopped
 
 
 def make_saver(run_dir, *, said=None, **options):
@@ -110,6 +111,60 @@ def test_what_the_end_of_a_run_gave_up_is_not_held_against_the_next(tmp_path):
     saver.close()
     saver.publish(begin(saver, 2), [], durable=[])
     assert steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_new_one_is_saved(tmp_path, monkeypatch, stops):
+    """An open file on NFS: the new one was there, and said to be not saved."""
+    rmtree, said = folders.shutil.rmtree, []
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        if Path(path).suffix != ".removed":
+            rmtree(path, ignore_errors)
+
+    saver = make_saver(tmp_path, keep=1, stops=stops, said=said)
+    saver.publish(begin(saver, 1), [], durable=[])
+    monkeypatch.setattr(folders.shutil, "rmtree", busy)
+    draft = begin(saver, 2)
+    saver.publish(draft, [draft / "late"], durable=[])
+    write_report(draft / "late", {}, None)
+    saver.wait()
+    assert (saver.failed, steps(tmp_path)) == (None, [2])
+    assert [text.partition(": OSError")[0] for text in said] == [
+        "warning: an older checkpoint was not deleted, the next save tries again"
+    ]
+    monkeypatch.undo()
+    saver.publish(begin(saver, 3), [], durable=[])
+    assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_3"]
+    assert len(said) == 1
+
+
+def test_an_old_checkpoint_with_a_broken_state_is_said_and_stays(tmp_path):
+    said = []
+    saver = make_saver(tmp_path, keep=1, metric="val/score", said=said)
+    saver.publish(begin(saver, 1, {"val/score": 0.9}), [], durable=[])
+    (tmp_path / "global_step_1" / folders.STATE).write_text("{")
+    for step, value in ((2, 0.5), (3, 0.1)):
+        saver.publish(begin(saver, step, {"val/score": value}), [], durable=[])
+    assert steps(tmp_path) == [1, 2, 3]
+    assert saver.best() == tmp_path / "global_step_2"
+    assert "global_step_1 is not a checkpoint" in said[0]
+
+
+def test_a_second_signal_in_a_save_is_no_failure_of_the_save(tmp_path, monkeypatch):
+    def stop(path):
+        raise Stopped(signal.SIGINT, "a second signal")
+
+    said = []
+    saver = make_saver(tmp_path, said=said, stops=False)
+    draft = begin(saver, 1)
+    monkeypatch.setattr(folders, "sync", stop)
+    with pytest.raises(Stopped, match="a second signal"):
+        saver.publish(draft, [], durable=[])
+    saver.wait()
+    assert said == []
 
 
 @pytest.mark.parametrize(("lowest", "kept", "best"), [(False, [2, 5], 2), (True, [3, 5], 3)])

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.observability import display as display_module
+from lockstep.observability import waiting
 from lockstep.observability.display import LiveDisplay, PlainDisplay, make_display, sparkline
 from lockstep.observability.spans import progress
+from lockstep.observability.waiting import Lines
 
 METRICS = {
     "critic/score/mean": 0.4123,
@@ -98,6 +100,37 @@ def test_episodes_have_their_turns_calls_and_waits_in_the_line() -> None:
     display.step(12, {"critic/score/mean": 0.5, "timing_s/step": 4.0} | told)
     line = stream.getvalue().splitlines()[-1]
     assert line == "step 12/12  reward 0.500  turns 2.2  calls 1.2  missing 3.0  environment_s 0.5  wait_s 1.0  4.0 s"
+
+
+def test_waits_are_shown_again_by_a_display_that_begins_again_and_on_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose workers were lost had no line about a wait from then on."""
+    now, stream, speaking = [1000.0], io.StringIO(), Lines()
+    speaking._process = os.getpid()  # only this test speaks, no thread does
+    monkeypatch.setattr(waiting, "LINES", speaking)
+    monkeypatch.setattr(display_module, "LINES", speaking)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+
+    def lines() -> int:
+        before = stream.getvalue().count("a long wait")
+        now[0] += 11
+        with progress("a long wait"):
+            speaking.say()
+        return stream.getvalue().count("a long wait") - before
+
+    display = make_display(stream)
+    assert lines() == 1, "models are loaded"
+    display.start(3)
+    assert lines() == 1
+    display.close()
+    assert lines() == 0
+    with display.waits():
+        assert lines() == 1, "new workers are started"
+        display.start(3)
+        assert lines() == 1
+        display.close()
+    display.start(3)
+    assert lines() == 1
+    display.close()
 
 
 def test_strange_numbers_are_shown_short() -> None:
@@ -195,6 +228,17 @@ def test_an_exception_leaves_the_terminal_in_order(screen: io.StringIO) -> None:
     assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
     assert (sys.stdout, sys.stderr, sys.breakpointhook) == before
     display.close()
+
+
+def test_waits_are_shown_before_the_live_area_is_there(screen: io.StringIO) -> None:
+    display = LiveDisplay(Console(file=screen, force_terminal=True, width=100))
+    with display.waits():
+        with progress("starting new workers"):
+            waiting._area.refresh()
+        display.start(3)
+        assert waiting._area is None
+        display.close()
+    assert "starting new workers" in screen.getvalue()
 
 
 def test_breakpoint_gets_the_terminal_and_the_live_area_returns(

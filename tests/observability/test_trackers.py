@@ -1,15 +1,19 @@
 import json
 import math
+import resource
+import signal
 import sys
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.errors import ConfigError, DataError, MissingExtra, ResourceError
+from lockstep.errors import ConfigError, DataError, MissingExtra, ResourceError, Stopped
 from lockstep.observability import trackers
 from lockstep.observability.dashboards import DASHBOARDS
 from lockstep.observability.trackers import Tracking
@@ -95,6 +99,59 @@ def test_resume_keeps_a_last_line_that_only_misses_its_newline(tmp_path: Path) -
     with make(tmp_path, resume_step=2) as tracking:
         tracking.log({}, step=3)
     assert steps(path) == [1, 2, 3]
+
+
+def test_what_is_logged_again_takes_the_place_of_the_step_when_it_is_there(tmp_path: Path) -> None:
+    """It was dropped at the start: a run that was killed before it had the numbers again lost the step."""
+    path = write_steps(tmp_path, 1, 2, 3)
+    make(tmp_path, resume_step=2, logs_again=True).finish()
+    assert steps(path) == [1, 2]
+    tracking = make(tmp_path, resume_step=2, logs_again=True)
+    tracking.log({"critic/score/mean": 0.2, "val-core/x": 1.0}, step=2)
+    tracking.log({}, step=3)
+    tracking.finish()
+    assert steps(path) == [1, 2, 3]
+    assert read(path)[1]["val-core/x"] == 1.0
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@contextmanager
+def full_disk(path: Path, room: int) -> Iterator[None]:
+    """Inside, no file of this process gets longer than this one is now, and so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 10])
+@pytest.mark.parametrize("again", [False, True])
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path, room: int, again: bool) -> None:
+    path = write_steps(tmp_path, 1, 2)
+    tracking = make(tmp_path, resume_step=2, logs_again=again)
+    first = 2 if again else 3
+    told = f"metrics.jsonl was not written at step {first}; its lines .*File too large"
+    with full_disk(path, room), pytest.warns(UserWarning, match=told):
+        tracking.log({"a": 0.5, **{f"a/long/name/{i}": 0.1 for i in range(1000)}}, step=first)
+    assert isinstance(tracking.unwritten, OSError)
+    assert [step for line in path.read_text().splitlines() if (step := trackers._step_of(line))] == [1, 2]
+    tracking.log({"a": 1.5}, step=4)
+    assert tracking.unwritten is None
+    tracking.finish()
+    assert steps(path) == ([1, 2, 4] if again else [1, 2, 3, 4])
+    assert [record["a"] for record in read(path)[-2:]] == [0.5, 1.5]
+
+
+def test_lines_that_were_not_taken_are_written_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracking = make(tmp_path)
+    with full_disk(path, 0), pytest.warns(UserWarning, match="not written at step 1"):
+        tracking.log({"a": 0.5}, step=1)
+    assert steps(path) == []
+    tracking.finish()
+    assert steps(path) == [1]
 
 
 def test_a_failing_rewrite_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +340,19 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pa
     ]
     assert [kwargs["step"] for call, kwargs in wandb.calls if call == "log"] == [1, 2]
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_signal_that_ends_the_run_at_once_is_no_failure_of_the_tracker_it_comes_in(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log(metrics: dict[str, float], step: int) -> None:
+        raise Stopped(signal.SIGINT, "a second signal")
+
+    tracking = make(tmp_path, "wandb")
+    monkeypatch.setattr(wandb, "log", log)
+    with pytest.raises(Stopped):
+        tracking.log({}, step=1)
+    tracking.finish()
 
 
 def test_a_start_that_fails_closes_what_had_started(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from lockstep.config.trainer import TrainerConfig
 from lockstep.data.schedule import batch_at
 from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
 from lockstep.observability.display import Display
-from lockstep.observability.trackers import Tracking
+from lockstep.observability.trackers import Tracking, _JsonLines
 from lockstep.trainer.run import Run
+from lockstep.trainer.stop import end_on_sigterm
 from lockstep.trainer.summary import summarise, summarise_stage
 
 
@@ -367,6 +368,36 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("moment", ["log", "samples"])
+def test_a_signal_after_the_step_ends_the_run_with_a_checkpoint_too(tmp_path, monkeypatch, moment):
+    """While a dashboard takes the metrics: when it had been decided that this step is not saved."""
+    original = getattr(Tracking, moment)
+
+    def interrupted(tracking, sent, step):
+        original(tracking, sent, step)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Tracking, moment, interrupted)
+    keys = {"save_freq": 20, "test_freq": 0, "val_before_train": False}
+    with pytest.raises(Stopped, match="SIGTERM: ended after step 1 of 40; the newest checkpoint is .*global_step_1;"):
+        Counting(tmp_path, 40, **keys).fit()
+    assert (tmp_path / "global_step_1/count").read_text() == "2"
+    monkeypatch.undo()
+    assert Counting(tmp_path, 3, **keys).fit().steps == 3
+    assert logged(tmp_path) == [{"step": step, "count": 2 * step} for step in (1, 2, 3)]
+
+
+def test_a_signal_before_the_first_step_after_a_resume_saves_nothing_again(tmp_path):
+    Counting(tmp_path, 2).fit()
+    before = (tmp_path / "global_step_2").stat().st_ino
+    again = Counting(tmp_path, 4)
+    again._describe = lambda: os.kill(os.getpid(), signal.SIGTERM) or "a signal"
+    with pytest.raises(Stopped, match="ended after step 2 of 4; the newest checkpoint is .*global_step_2;"):
+        again.fit()
+    assert (tmp_path / "global_step_2").stat().st_ino == before
+
+
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_validation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_path, at):
     """After the step that the signal came in, also after the last one: such a run is not done."""
@@ -390,6 +421,51 @@ def test_a_validation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_pa
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole"), "it is not made a third time"
 
 
+def test_a_validation_that_is_owed_and_fails_is_still_owed_and_its_step_still_there(tmp_path):
+    """The step's line was dropped before the validation, and was nowhere but in memory."""
+
+    def interrupt(run):
+        if run.global_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Failing(Counting):
+        def _validate(self):
+            raise RuntimeError("as if it was killed here")
+
+    keys = {"test_freq": 2, "save_freq": 2, "val_before_train": False}
+    Counting(tmp_path / "whole", 4, **keys).fit()
+    with pytest.raises(Stopped):
+        Counting(tmp_path / "cut", 4, at_step=interrupt, **keys).fit()
+    with pytest.raises(RuntimeError, match="killed here"):
+        Failing(tmp_path / "cut", 4, **keys).fit()
+    assert logged(tmp_path / "cut") == [{"step": 1, "count": 2}, {"step": 2, "count": 4}]
+    Counting(tmp_path / "cut", 4, **keys).fit()
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("full", [{3}, {4}, {6}], ids=["beside no save", "beside a save", "at the end"])
+@pytest.mark.filterwarnings("ignore:metrics.jsonl was not written", "ignore:tracker 'file' did not finish")
+def test_metrics_that_a_full_disk_did_not_take_are_written_later_and_no_checkpoint_is_before_them(tmp_path, monkeypatch, full):
+    original = _JsonLines._write
+
+    def write(file):
+        last = json.loads(file._unwritten.splitlines()[-1])["step"] if file._unwritten else None
+        if last in full:
+            file.error = OSError(errno.ENOSPC, "No space left on device")
+            raise file.error
+        original(file)
+
+    monkeypatch.setattr(_JsonLines, "_write", write)
+    run = Counting(tmp_path, 6, save_freq=2, test_freq=0, val_before_train=False, on_save_failure="continue")
+    if full == {6}:
+        with pytest.raises(ResourceError, match="step 6, the last one, was not saved"):
+            run.fit()
+    else:
+        run.fit()
+        assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert saved(tmp_path) == [f"global_step_{step}" for step in (2, 4, 6) if step not in full]
+
+
 def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
     def twice(run):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -411,6 +487,28 @@ def test_a_second_signal_and_the_deadline_end_the_run_at_once(tmp_path):
         Counting(tmp_path / "hang", 5, at_step=hang, stop_deadline_s=0.2).fit()
     assert time.monotonic() - started < 10
     assert saved(tmp_path / "twice") == saved(tmp_path / "hang") == []
+
+
+def test_a_second_signal_ends_a_run_at_once_also_while_it_saves_or_ends_with_an_error(tmp_path, monkeypatch):
+    def twice(path):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(folders, "sync", twice)
+    for policy in ("stop", "continue"):
+        run = Counting(tmp_path / policy, 3, save_freq=1, on_save_failure=policy)
+        with pytest.raises(Stopped, match="SIGINT: a second signal"):
+            run.fit()
+        assert run.display.texts == ["a step adds two"]
+
+    def ended():  # the program's own handler, while the last save is waited for
+        raise Stopped(signal.SIGTERM, "SIGTERM: ended")
+
+    lost = Losing(tmp_path / "lost", 3, at=[2], max_restarts=1, save_freq=0)
+    lost._end_save = ended
+    with pytest.raises(Stopped, match="SIGTERM: ended"):
+        lost.fit()
+    assert lost.num_restarts == 0
 
 
 class Fruitless(Counting):
@@ -441,6 +539,23 @@ def test_an_alarm_stops_the_run_with_a_checkpoint_where_it_may_and_the_next_star
     assert caught.value.exit_status == 3
     assert saved(tmp_path) == ["global_step_3"]
     assert Fruitless(tmp_path, 6, on_alarm="stop", save_freq=-1).fit().steps == 6, "the user has read it, and goes on"
+
+
+def test_an_alarm_of_a_step_that_was_lost_is_none_until_the_step_is_done_again(tmp_path):
+    """The run began again, did no step, and ended with an alarm without a name."""
+
+    class Dying(Fruitless):
+        def _save(self, folder):
+            super()._save(folder)
+            if self.global_steps == 3 and not self.num_restarts:
+                raise WorkerDied("actor rank 0", "its process ended")
+
+        def _restart(self):
+            self.count = 0
+            self.open_folder()
+
+    with pytest.raises(Alarmed, match="^equal_rewards, and trainer.on_alarm=stop: ended after step 3 of 6; .*global_step_3"):
+        Dying(tmp_path, 6, on_alarm="stop", save_freq=1, max_restarts=1).fit()
 
 
 def test_a_run_that_never_saves_does_not_on_a_signal(tmp_path):
@@ -569,10 +684,12 @@ def test_a_run_that_loses_its_workers_ends_as_one_that_does_not(tmp_path, save_f
     keys = {"save_freq": save_freq, "test_freq": 3, "resume_mode": resume_mode}
     Counting(tmp_path / "whole", 6, **keys).fit()
     run = Losing(tmp_path / "run", 6, at=[1, 4, 4], max_restarts=3, **keys)
+    waits, run.display.waits = [], lambda: waits.append(run.num_restarts) or nullcontext()
     assert run.fit().steps == 6
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
     assert (tmp_path / "run/global_step_6/count").read_text() == "12"
     assert run.num_restarts == 3
+    assert waits == [1, 2, 3]
     said = [text for text in run.display.texts if "restart" in text]
     assert len(said) == 3
     assert "critic rank 1 died: its process ended" in said[0]
@@ -589,6 +706,40 @@ def test_workers_are_started_again_so_often_and_for_what_a_restart_can_mend_only
         Losing(tmp_path / "c", 6, at=[2], error=bug, max_restarts=5).fit()
     full = WorkerError("critic rank 0", "Traceback ... torch.OutOfMemoryError: CUDA out of memory")
     assert Losing(tmp_path / "d", 6, at=[2], error=full, max_restarts=1).fit().steps == 6
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDied("actor rank 0", "killed by SIGTERM"), NumericalError("the loss is nan")], ids=["lost", "not finite"]
+)
+def test_a_run_that_was_asked_to_stop_does_not_begin_again(tmp_path, error):
+    """A signal to all processes of a job ends workers too: the run trained on with new ones until it was killed."""
+
+    def interrupt(run):
+        if run.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise error
+
+    run = Counting(tmp_path, 6, at_step=interrupt, save_freq=1, max_restarts=3, on_nonfinite="rollback")
+    with pytest.raises(Stopped, match="SIGTERM: ended after step 2 of 6; the newest checkpoint is .*global_step_2;"):
+        run.fit()
+    assert (run.num_restarts, run.left_out) == (0, [])
+    assert f"warning: {error}" in run.display.texts
+    assert Counting(tmp_path, 6, save_freq=1).fit().steps == 6
+
+
+def test_a_signal_while_new_workers_start_says_that_there_is_a_checkpoint(tmp_path):
+    class Slow(Losing):
+        def _restart(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        end_on_sigterm()
+        with pytest.raises(Stopped, match="SIGTERM: ended while no step was being done; .* goes on from the newest checkpoint"):
+            Slow(tmp_path, 6, at=[3], max_restarts=1, save_freq=1).fit()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert Counting(tmp_path, 6, save_freq=1).fit().steps == 6
 
 
 def test_a_run_from_a_named_checkpoint_begins_again_from_its_own(tmp_path):
