@@ -186,17 +186,19 @@ class RayWorkerGroup(WorkerGroup):
     def _stop(self) -> None:
         if not self._ray.is_initialized():
             return  # the actors ended with Ray
-        if self._error is None and self._actors:
-            self._ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_GOODBYE_S)
-        self._kill()
+        try:
+            if self._error is None and self._actors:
+                self._ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_GOODBYE_S)
+        finally:  # also when whoever waits is interrupted
+            self._kill()
 
     def _kill(self) -> None:
         """Kill the actors and wait, within bounds, until Ray knows that they are dead."""
-        actors, self._actors = self._actors, []
         if self._watch is not None:
             self._watch.stop()
-        for actor in actors:
+        for actor in self._actors:
             self._ray.kill(actor, no_restart=True)
+        actors, self._actors = self._actors, []
         if actors:
             self._ray.wait([actor.label.remote() for actor in actors], num_returns=len(actors), timeout=_GOODBYE_S)
 

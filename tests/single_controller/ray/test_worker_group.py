@@ -172,6 +172,20 @@ def check_broken(group: RayWorkerGroup, pids: list[int], error: WorkerError) -> 
     group.close()
 
 
+def test_workers_end_when_the_closing_of_their_group_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make(1)
+    group.spawn()
+    pids = pids_of(group)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ray, "wait", interrupt)
+        group.close()
+    assert are_gone(pids, within_s=60.0)
+
+
 def test_a_worker_that_raises_ends_the_wait_of_its_peers_with_its_own_traceback() -> None:
     group = make(2)
     group.spawn()
