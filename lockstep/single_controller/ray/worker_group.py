@@ -158,10 +158,15 @@ class RayWorkerGroup(WorkerGroup):
             # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half
             # the ranks at work. Ranks with the same arguments share one copy.
             stored = {id(one): self._ray.put(one) for one in calls}
-            refs = [
-                actor.call.remote(role, method, stored[id(one)], _lead(self.timeout_s))
-                for actor, one in zip(self._actors, calls, strict=False)
-            ]
+            try:
+                refs = [
+                    actor.call.remote(role, method, stored[id(one)], _lead(self.timeout_s))
+                    for actor, one in zip(self._actors, calls, strict=False)
+                ]
+            except BaseException as error:  # an interrupt: ranks that have the call would wait in it for those that have not
+                why = f"{role}.{method} had reached some of them when it was broken off ({type(error).__name__})"
+                self._fail(WorkerDied(", ".join(self._labels), why))
+                raise
             future = self._future(refs, f"{role}.{method}", self.timeout_s, collect)
             return future.get() if registration.blocking else future
 
