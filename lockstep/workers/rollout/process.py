@@ -3,7 +3,7 @@
 ```text
 parent: EngineProcess.stream("generate", ...) -> pipe -> child: target.generate(...), each value it yields -> pipe -> parent
 child ends (killed, crashed)  -> the pipe closes -> WorkerDied at once, with the exit code and the end of its output
-child hangs                   -> nothing comes for `silence_s` -> WorkerTimeout, and it is killed
+child hangs                   -> nothing comes, or is taken, for `silence_s` -> WorkerTimeout, and it is killed
 parent ends                   -> the pipe closes -> the child ends itself
 ```
 
@@ -22,6 +22,8 @@ import os
 import pickle
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -125,6 +127,7 @@ class EngineProcess:
     ) -> None:
         self._silence_s = silence_s
         self._connection, theirs = Pipe()
+        _limit(self._connection, silence_s)
         with theirs:
             paths = json.dumps([path or os.getcwd() for path in sys.path])
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), paths]
@@ -182,7 +185,7 @@ class EngineProcess:
         """No call is going on for the caller. One that is not over ends at its next value; nobody waits for that."""
         self._is_streaming = False
         if self._is_open and not self.has_ended:
-            with contextlib.suppress(WorkerDied):  # who calls next is told
+            with contextlib.suppress(WorkerError):  # who calls next is told
                 self._send(None)
             self._is_open = False
 
@@ -194,6 +197,8 @@ class EngineProcess:
         data = pickle.dumps(message)
         try:
             self._move(self._connection.send_bytes, data)
+        except BlockingIOError as error:
+            raise self._child.late("a message to it", self._silence_s) from error
         except OSError as error:
             raise self._child.died("before it was called") from error
 
@@ -203,6 +208,8 @@ class EngineProcess:
             if not self._connection.poll(timeout_s):
                 raise self._child.late(what, timeout_s)
             data = self._move(self._connection.recv_bytes)
+        except BlockingIOError as error:  # half of it came
+            raise self._child.late(what, self._silence_s) from error
         except (EOFError, OSError) as error:
             raise self._child.died(f"during {what}") from error
         number, kind, value = pickle.loads(data)
@@ -263,6 +270,14 @@ class Exchange:
                 process._expect_end(self._what, process._silence_s)
         finally:
             process._leave()
+
+
+def _limit(connection: Connection, silence_s: float) -> None:
+    """A message that goes no further for so long is a BlockingIOError."""
+    seconds, rest = divmod(silence_s, 1)
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -142,6 +142,14 @@ def test_a_child_that_hangs_is_killed_after_the_deadline(process: EngineProcess)
     assert not psutil.pid_exists(process.pid)
 
 
+def test_a_child_that_takes_no_message_is_killed_after_the_deadline() -> None:
+    process = EngineProcess("counter", TARGET, {"start": 5}, {}, start_s=60.0, silence_s=0.5)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"a message to it gave no sign of life for 0.5 s, and it was killed"):
+        process.call("count", bytes(1 << 24))  # more than a pipe holds
+    assert not psutil.pid_exists(process.pid)
+
+
 def test_a_target_that_cannot_be_built_is_its_own_error() -> None:
     with pytest.raises(WorkerError, match="invalid literal for int"):
         EngineProcess("counter", TARGET, {"start": "x"}, {}, start_s=60.0, silence_s=30.0)
