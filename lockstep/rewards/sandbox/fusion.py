@@ -93,18 +93,19 @@ class FusionSandbox(Sandbox):
         connection = connect(self._host, self._port, timeout=timeout_s)
         try:
             connection.connect()
+            opened = connection.sock  # the connection forgets it when the server hangs up
             # A socket's own time-out begins anew with every byte that arrives; this one does not.
-            alarm = threading.Timer(timeout_s, _cut, [connection.sock])
+            alarm = threading.Timer(timeout_s, _cut, [opened])
             alarm.daemon = True
             alarm.start()
-            self._connections.add(connection.sock)
+            self._connections.add(opened)
             try:
                 connection.request("POST", self._path, request, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
                 body = answer.read(_LARGEST_ANSWER)
             finally:
                 alarm.cancel()
-                self._connections.discard(connection.sock)
+                self._connections.discard(opened)
         except (OSError, http.client.HTTPException) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         finally:

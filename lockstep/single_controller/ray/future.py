@@ -47,11 +47,12 @@ class RayFuture(Future):
         """See `Future.get`."""
         deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
         while self._is_out():
-            self._take(min(deadline, self._next_heartbeat, time.monotonic() + _ASK_S))
-            if self._is_out() and (lost := self._lost(self._task)) is not None:
-                self._error = self._fail(lost)
-            if self._is_out() and time.monotonic() >= deadline:
-                self._error = self._fail(self._late())
+            # What has been answered is taken however late it is: the driver may have been at something else, or stopped.
+            if not self._take(min(deadline, self._next_heartbeat, time.monotonic() + _ASK_S)):
+                if (lost := self._lost(self._task)) is not None:
+                    self._error = self._fail(lost)
+                elif time.monotonic() >= deadline:
+                    self._error = self._fail(self._late())
             self._beat()
         if self._error is not None:
             raise self._error
@@ -74,6 +75,7 @@ class RayFuture(Future):
         try:
             return self._next_answer(until)
         except WorkerError as error:
+            self._error = error  # an interrupt of what follows leaves no call without an answer
             self._error = self._fail(self._root_cause(error))
             return True
 
@@ -81,8 +83,13 @@ class RayFuture(Future):
         """The same, but raises the WorkerError that the answer is."""
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
         if ready:
-            rank = self._pending.pop(ready[0])
-            self._answers[rank] = self._answer(ready[0], rank)
+            rank = self._pending[ready[0]]
+            try:
+                self._answers[rank] = self._answer(ready[0], rank)
+            except WorkerError:
+                del self._pending[ready[0]]
+                raise
+            del self._pending[ready[0]]  # not when it was interrupted: then the answer is still to be had
         return bool(ready)
 
     def _answer(self, ref: Any, rank: int) -> Any:

@@ -27,8 +27,9 @@ class NodeWatch:
 
     def __init__(self, nodes: Mapping[str, Address], clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes, self._clock = dict(nodes), clock
-        self._seen: dict[str, float] = {}
-        """When each node was last reached."""
+        self._silent: dict[str, float] = {}
+        """For how many seconds each node was asked in vain."""
+        self._asked = clock()
         self._said: dict[str, float] = {}
         self._stopped = threading.Event()
 
@@ -41,20 +42,22 @@ class NodeWatch:
         self._stopped.set()
 
     def unreachable(self, for_s: float) -> dict[str, str]:
-        """Node -> what is wrong, of those that were not reached for so long."""
-        now = self._clock()
-        late = {node: now - seen for node, seen in self._seen.items() if now - seen >= for_s}
+        """Node -> what is wrong, of those that were asked in vain for so long."""
+        late = {node: silent for node, silent in self._silent.items() if silent >= for_s}
         return {
-            node: f"{':'.join(map(str, self._nodes[node]))} could not be reached for {age:.0f} s: the machine is down, its Ray daemon "
+            node: f"{':'.join(map(str, self._nodes[node]))} could not be reached for {silent:.0f} s: the machine is down, its Ray daemon "
             "has ended, or the network between it and this one is cut or too slow"
-            for node, age in late.items()
+            for node, silent in late.items()
         }
 
     def ask(self) -> dict[str, float]:
         """Ask every node once; returns the seconds that those who answered took."""
         took = connect_all(self._nodes, _EVERY_S)
         now = self._clock()
-        self._seen |= dict.fromkeys(took, now)
+        # What is longer than a pause and an ask is time in which this process did not run: it was stopped, or its machine was.
+        passed, self._asked = min(now - self._asked, 2 * _EVERY_S), now
+        asked = took.keys() | self._silent.keys()
+        self._silent = {node: 0.0 if node in took else self._silent[node] + passed for node in asked}
         for node, seconds in took.items():
             if seconds >= _SLOW_S and now - self._said.get(node, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
                 self._said[node] = now
@@ -84,8 +87,9 @@ def connect_all(nodes: Mapping[str, Address], timeout_s: float) -> dict[str, flo
                 continue
             waiting[connection.fileno()] = node, connection
             poll.register(connection, select.POLLOUT)
-        while waiting and (left := started + timeout_s - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
+        # After the time is up too it looks once more: this process may not have run meanwhile.
+        while waiting and (ready := poll.poll(1000 * max(0.0, started + timeout_s - time.monotonic()))):
+            for descriptor, _ in ready:
                 node, connection = waiting.pop(descriptor)
                 poll.unregister(descriptor)
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:

@@ -158,10 +158,15 @@ class RayWorkerGroup(WorkerGroup):
             # Everything is serialised before anything is sent: an argument that cannot be pickled must not leave half
             # the ranks at work. Ranks with the same arguments share one copy.
             stored = {id(one): self._ray.put(one) for one in calls}
-            refs = [
-                actor.call.remote(role, method, stored[id(one)], _lead(self.timeout_s))
-                for actor, one in zip(self._actors, calls, strict=False)
-            ]
+            try:
+                refs = [
+                    actor.call.remote(role, method, stored[id(one)], _lead(self.timeout_s))
+                    for actor, one in zip(self._actors, calls, strict=False)
+                ]
+            except BaseException as error:  # an interrupt: ranks that have the call would wait in it for those that have not
+                why = f"{role}.{method} had reached some of them when it was broken off ({type(error).__name__})"
+                self._fail(WorkerDied(", ".join(self._labels), why))
+                raise
             future = self._future(refs, f"{role}.{method}", self.timeout_s, collect)
             return future.get() if registration.blocking else future
 
@@ -186,17 +191,19 @@ class RayWorkerGroup(WorkerGroup):
     def _stop(self) -> None:
         if not self._ray.is_initialized():
             return  # the actors ended with Ray
-        if self._error is None and self._actors:
-            self._ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_GOODBYE_S)
-        self._kill()
+        try:
+            if self._error is None and self._actors:
+                self._ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_GOODBYE_S)
+        finally:  # also when whoever waits is interrupted
+            self._kill()
 
     def _kill(self) -> None:
         """Kill the actors and wait, within bounds, until Ray knows that they are dead."""
-        actors, self._actors = self._actors, []
         if self._watch is not None:
             self._watch.stop()
-        for actor in actors:
+        for actor in self._actors:
             self._ray.kill(actor, no_restart=True)
+        actors, self._actors = self._actors, []
         if actors:
             self._ray.wait([actor.label.remote() for actor in actors], num_returns=len(actors), timeout=_GOODBYE_S)
 

@@ -18,7 +18,7 @@ from starlette.routing import Route, Router
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import LockstepError
 from lockstep.tools.serve.answers import Answers, NoAnswer, event
-from lockstep.tools.serve.desk import Desk, Order
+from lockstep.tools.serve.desk import Desk, EngineBroken, Order
 from lockstep.tools.serve.fields import BadRequest, Fields
 from lockstep.tools.serve.gate import Gate, TooLate, error_answer
 from lockstep.tools.serve.metrics import Metrics
@@ -131,7 +131,10 @@ class Server:
                 print(f"warning: the newest checkpoint could not be loaded, the one before goes on: {why}", flush=True)
                 continue
             if newer is not None:
-                await self.desk.change(newer.put)
+                try:
+                    await self.desk.change(newer.put)
+                except EngineBroken:
+                    return  # requests are told so, and so is /health
                 self.loaded = replace(self.loaded, source=newer.source)
                 print(f"serving {self.options.name} of step {newer.source.step}", flush=True)
 

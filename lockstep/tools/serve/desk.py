@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from lockstep.workers.rollout.stream import Tokens
@@ -91,7 +90,8 @@ class Desk:
         self._admits = asyncio.Event()
         self._admits.set()
         self._num_held = 0
-        self._change: tuple[Callable[[], None], Future[None]] | None = None
+        self._change: Callable[[], None] | None = None
+        self._changed: asyncio.Future[None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -125,13 +125,18 @@ class Desk:
             raise QueueFull(f"{num_here} requests are running or waiting, {self.most_open} may; try again later")
 
     async def change(self, function: Callable[[], None]) -> None:
-        """Call `function` in the engine's thread when nothing is in flight; it may change weights. If it raises, the engine is broken."""
+        """Call `function` in the engine's thread when nothing is in flight; it may change weights. If it raises, the engine is broken.
+
+        Raises EngineBroken.
+        """
+        if self.broken is not None:
+            raise EngineBroken(self.broken)
         self._admits.clear()
+        self._change, self._changed = function, self._loop.create_future()
         try:
-            changed: Future[None] = Future()
-            self._change = function, changed
-            await asyncio.wrap_future(changed)
+            await self._changed
         finally:
+            self._change = None
             self._admits.set()
 
     async def close(self) -> None:
@@ -151,8 +156,9 @@ class Desk:
         """The engine's thread."""
         try:
             while not self._is_closing:
-                if self._change is not None and not self._orders:  # all completions have been delivered
-                    self._make_change(*self._change)
+                change = self._change
+                if change is not None and not self._orders:  # all completions have been delivered
+                    self._make_change(change)
                 answer = self.stream.next(_LOOK_UP_S)
                 if answer is not None:
                     self._came.append(answer)
@@ -163,17 +169,21 @@ class Desk:
             why = f"the engine broke down: {type(error).__name__}: {error}"
             self._loop.call_soon_threadsafe(self._break, EngineBroken(why))
 
-    def _make_change(self, function: Callable[[], None], changed: Future[None]) -> None:
-        try:
-            self.stream.close()
-            function()
-            self.stream = self._open_stream()
-        except BaseException as error:
-            changed.set_exception(error)
-            raise
-        finally:
-            self._change = None
-        changed.set_result(None)
+    def _make_change(self, function: Callable[[], None]) -> None:
+        self._change = None
+        self.stream.close()
+        function()
+        self.stream = self._open_stream()
+        self._loop.call_soon_threadsafe(self._settle, None)
+
+    def _settle(self, error: EngineBroken | None) -> None:
+        """Tell who waits for a change, if anybody does, that it was made, or will not be."""
+        if self._changed is None or self._changed.done():
+            return
+        if error is None:
+            self._changed.set_result(None)
+        else:
+            self._changed.set_exception(error)
 
     def _deliver(self) -> None:
         while self._came:
@@ -188,4 +198,5 @@ class Desk:
         for order in {id(order): order for order in self._orders.values()}.values():
             order.put(error)
         self._orders.clear()
+        self._settle(error)
         self._admits.set()

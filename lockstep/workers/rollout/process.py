@@ -3,13 +3,16 @@
 ```text
 parent: EngineProcess.stream("generate", ...) -> pipe -> child: target.generate(...), each value it yields -> pipe -> parent
 child ends (killed, crashed)  -> the pipe closes -> WorkerDied at once, with the exit code and the end of its output
-child hangs                   -> nothing comes for `silence_s` -> WorkerTimeout, and it is killed
+child hangs                   -> nothing comes, or is taken, for `silence_s` -> WorkerTimeout, and it is killed
 parent ends                   -> the pipe closes -> the child ends itself
 ```
 
 A method of the target is a generator; None that it yields is a sign of life, and not passed on. When the parent gives up a stream (closes
 the iterator), the generator is closed at its next value. What the parent sends to it meanwhile (`Exchange`) is what a `yield` gives: a list
 of messages, or None. A generator that has nothing to do until then yields IDLE.
+
+A call that is interrupted (Ctrl-C, Stopped) is given up without waiting for its end. Answers have the number of their call: what comes
+later of one that was given up is passed over.
 """
 
 import contextlib
@@ -19,6 +22,8 @@ import os
 import pickle
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,9 +31,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import WorkerDied, WorkerError, WorkerTimeout
 
@@ -39,6 +44,14 @@ _TAIL = 2000
 """Characters of the child's output that an error shows."""
 _BEAT_S = 1.0
 """How often signs of life are sent at most."""
+
+
+class _Call(NamedTuple):
+    """What the parent asks for. Whatever else it sends is for the call that goes on; None ends that."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
 
 
 class ChildProcess:
@@ -114,12 +127,15 @@ class EngineProcess:
     ) -> None:
         self._silence_s = silence_s
         self._connection, theirs = Pipe()
+        _limit(self._connection, silence_s)
         with theirs:
             paths = json.dumps([path or os.getcwd() for path in sys.path])
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), paths]
             self._child = ChildProcess(name, command, os.environ | dict(environment), [theirs.fileno()])
         self.pid = self._child.pid
-        self._is_streaming = False
+        self._is_streaming = self._is_open = False
+        self._number = 0
+        """Of the last call that was begun, 0 for the start. `_is_open`: its end has not come, and it was not given up."""
         try:
             self._send((target, dict(options)))
             self._expect_end("its start", start_s)
@@ -151,7 +167,7 @@ class EngineProcess:
             self._expect_end(f"{method}()", self._silence_s)
             raise
         finally:
-            self._is_streaming = False
+            self._leave()
 
     def close(self) -> None:
         """End the child, whatever it does. May be called again."""
@@ -160,29 +176,59 @@ class EngineProcess:
 
     def _begin(self, method: str, args: Sequence[Any]) -> None:
         assert not self._is_streaming, "one stream at a time: close the other one first"
-        self._send((method, tuple(args)))
+        self._leave()
+        self._number, self._is_open = self._number + 1, True
+        self._send(_Call(self._number, method, tuple(args)))
         self._is_streaming = True
+
+    def _leave(self) -> None:
+        """No call is going on for the caller. One that is not over ends at its next value; nobody waits for that."""
+        self._is_streaming = False
+        if self._is_open and not self.has_ended:
+            with contextlib.suppress(WorkerError):  # who calls next is told
+                self._send(None)
+            self._is_open = False
 
     def _expect_end(self, what: str, timeout_s: float) -> None:
         while self._receive(what, timeout_s)[0] != "end":
             pass
 
     def _send(self, message: Any) -> None:
+        data = pickle.dumps(message)
         try:
-            self._connection.send_bytes(pickle.dumps(message))
+            self._move(self._connection.send_bytes, data)
+        except BlockingIOError as error:
+            raise self._child.late("a message to it", self._silence_s) from error
         except OSError as error:
             raise self._child.died("before it was called") from error
 
     def _receive(self, what: str, timeout_s: float) -> tuple[str, Any]:
+        """("item" or "end", value). What comes of a call that was given up is a sign of life."""
         try:
             if not self._connection.poll(timeout_s):
                 raise self._child.late(what, timeout_s)
-            kind, value = pickle.loads(self._connection.recv_bytes())
+            data = self._move(self._connection.recv_bytes)
+        except BlockingIOError as error:  # half of it came
+            raise self._child.late(what, self._silence_s) from error
         except (EOFError, OSError) as error:
             raise self._child.died(f"during {what}") from error
+        number, kind, value = pickle.loads(data)
+        if number != self._number:
+            return "item", None
+        self._is_open = kind == "item"
         if kind == "raised":
             raise WorkerError(self._child.label, value)
         return kind, value
+
+    def _move(self, move: Callable[..., Any], *data: bytes) -> Any:
+        """Move a message over the pipe. Interrupted, it may be there in part, and nothing after it could be read: the child is ended."""
+        try:
+            return move(*data)
+        except (EOFError, OSError):
+            raise
+        except BaseException:
+            self._child.close()
+            raise
 
 
 class Exchange:
@@ -216,12 +262,22 @@ class Exchange:
                 return value
 
     def close(self) -> None:
-        """End the call; what it yields until then is lost. Nothing is left to end once it has raised, or the child is gone."""
+        """End the call; what it yields until then is lost. Nobody waits for that once it has raised, or the child is gone."""
         process = self._process
-        process._is_streaming = False
-        if not self._is_over and not process.has_ended:
-            process._send(None)
-            process._expect_end(self._what, process._silence_s)
+        try:
+            if not self._is_over and not process.has_ended:
+                process._send(None)
+                process._expect_end(self._what, process._silence_s)
+        finally:
+            process._leave()
+
+
+def _limit(connection: Connection, silence_s: float) -> None:
+    """A message that goes no further for so long is a BlockingIOError."""
+    seconds, rest = divmod(silence_s, 1)
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -243,21 +299,23 @@ def serve() -> None:
     try:
         target = getattr(importlib.import_module(module), name)(**options)
     except Exception:
-        _answer(connection, "raised", traceback.format_exc())
+        _answer(connection, 0, "raised", traceback.format_exc())
         return
-    _answer(connection, "end", None)
+    _answer(connection, 0, "end", None)
     while True:
         call = inbox.get()
-        if call is not None:  # a stream that was given up after its end
-            method, args = call
+        if isinstance(call, _Call):  # anything else was sent to one that had ended
+            number, method, args = call
             try:
-                _run(connection, inbox, getattr(target, method)(*args))
-                _answer(connection, "end", None)
+                _run(connection, inbox, number, getattr(target, method)(*args))
+                _answer(connection, number, "end", None)
             except Exception:
-                _answer(connection, "raised", traceback.format_exc())
+                _answer(connection, number, "raised", traceback.format_exc())
 
 
-def _run(connection: Connection, inbox: queue.SimpleQueue[Any], values: Generator[Any, list[Any] | None, None]) -> None:
+def _run(
+    connection: Connection, inbox: queue.SimpleQueue[Any], number: int, values: Generator[Any, list[Any] | None, None]
+) -> None:
     sent = time.monotonic()
     messages: list[Any] | None = None
     with contextlib.closing(values):
@@ -267,12 +325,12 @@ def _run(connection: Connection, inbox: queue.SimpleQueue[Any], values: Generato
             except StopIteration:
                 return
             if value is not IDLE and (value is not None or time.monotonic() - sent > _BEAT_S):
-                _answer(connection, "item", value)
+                _answer(connection, number, "item", value)
                 sent = time.monotonic()
             messages = [inbox.get()] if value is IDLE else []
-            while not inbox.empty():
+            while None not in messages[-1:] and not inbox.empty():  # what follows None is the next call
                 messages.append(inbox.get())
-            if None in messages:
+            if None in messages[-1:]:
                 return
 
 
@@ -284,5 +342,5 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(1)
 
 
-def _answer(connection: Connection, kind: str, value: Any) -> None:
-    connection.send_bytes(pickle.dumps((kind, value)))
+def _answer(connection: Connection, number: int, kind: str, value: Any) -> None:
+    connection.send_bytes(pickle.dumps((number, kind, value)))

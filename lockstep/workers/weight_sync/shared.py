@@ -52,15 +52,15 @@ class SharedWeights:
     def borrowed(self) -> Iterator[int]:
         """Inside, the decoder has the engine's present weights; gives the number of bytes that had to be copied for it."""
         copied = 0
-        for name, tensor in self._engine.decoder_weights():
-            if self.keeps_copy and name in self._slots:
-                copied += self._write(name, tensor)
-                continue
-            borrowed = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            if self._engine_copies or borrowed.data_ptr() != tensor.data_ptr():
-                copied += borrowed.nbytes
-            self._assign(name, borrowed)
         try:
+            for name, tensor in self._engine.decoder_weights():
+                if self.keeps_copy and name in self._slots:
+                    copied += self._write(name, tensor)
+                    continue
+                borrowed = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+                if self._engine_copies or borrowed.data_ptr() != tensor.data_ptr():
+                    copied += borrowed.nbytes
+                self._assign(name, borrowed)
             yield copied
         finally:
             if not self.keeps_copy:

@@ -106,6 +106,13 @@ def test_programs_run_and_their_results_come_back(server):
     assert remote.run("print('x' * 5000)").stdout == "x" * 1000 + "\n[cut: output limit]"
 
 
+def test_nothing_is_kept_of_a_connection_that_the_server_has_closed(server):
+    remote = client(server)
+    assert Handler.protocol_version == "HTTP/1.0"  # it hangs up after each answer
+    assert remote.run("print(1)").stdout == "1\n"
+    assert not remote._connections
+
+
 def test_the_request_is_what_the_server_expects(server):
     client(server).run("print(1)", "in", wall_s=1.5)
     assert server.requests == [

@@ -1,6 +1,7 @@
 """Whether nodes can be reached, with ports of this machine for nodes."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,21 +27,48 @@ def test_who_listens_is_reached_and_who_does_not_is_not(server, closed_port):
     assert connect_all(nodes, timeout_s=5.0).keys() == {"up"}
 
 
-def test_a_node_is_named_when_it_was_not_reached_for_long_enough(server):
+def test_who_had_connected_while_this_process_was_stopped_was_reached(server, monkeypatch):
+    calls = []
+
+    def monotonic():
+        calls.append(None)
+        if len(calls) == 2:
+            server.accept()[0].close()
+        return 0.0 if len(calls) == 1 else 1000.0
+
+    monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=monotonic))
+    assert connect_all({"up": server.getsockname()}, timeout_s=5.0).keys() == {"up"}
+
+
+def test_a_node_is_lost_that_was_reached_and_then_asked_in_vain_for_a_while(server):
     now = [100.0]
     watch = NodeWatch({"a": server.getsockname()}, clock=lambda: now[0])
     watch.ask()
-    now[0] = 110.0
-    assert watch.unreachable(15.0) == {}
-    watch.ask()
     server.close()
-    now[0] = 124.0
+    for now[0] in (106.0, 112.0):
+        watch.ask()
+        assert watch.unreachable(15.0) == {}
+    now[0] = 115.0
     watch.ask()
-    assert watch.unreachable(15.0) == {}
-    now[0] = 125.0
     ((node, text),) = watch.unreachable(15.0).items()
     assert node == "a"
     assert f"127.0.0.1:{watch._nodes['a'][1]} could not be reached for 15 s" in text
+
+
+def test_no_node_is_lost_when_this_process_was_stopped(server):
+    now = [0.0]
+    watch = NodeWatch({"a": server.getsockname()}, clock=lambda: now[0])
+    watch.ask()
+    now[0] = 1000.0
+    assert watch.unreachable(15.0) == {}
+    with socket.socket() as other:
+        watch._nodes["a"] = other.getsockname()  # the network comes back a little later
+        watch.ask()
+    assert watch.unreachable(15.0) == {}
+    watch._nodes["a"] = server.getsockname()
+    for now[0] in (1006.0, 2000.0, 3000.0):
+        watch.ask()
+        assert watch.unreachable(15.0) == {}
 
 
 def test_a_node_that_was_never_reached_is_not_judged(closed_port):

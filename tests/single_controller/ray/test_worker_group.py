@@ -158,6 +158,41 @@ def check_broken(group: RayWorkerGroup, pids: list[int], error: WorkerError) -> 
     group.close()
 
 
+def test_workers_end_when_the_closing_of_their_group_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make(1)
+    group.spawn()
+    pids = pids_of(group)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ray, "wait", interrupt)
+        group.close()
+    assert are_gone(pids, within_s=60.0)
+
+
+def test_a_call_that_was_interrupted_when_some_ranks_had_it_ends_the_group() -> None:
+    group = make(2)
+    group.spawn()
+    pids = pids_of(group)
+
+    class Interrupted:
+        """In the place of rank 1's actor."""
+
+        @property
+        def call(self) -> None:
+            group._actors[1] = second
+            raise KeyboardInterrupt
+
+    second, group._actors[1] = group._actors[1], Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        group.reduce([1.0, 1.0])
+    with pytest.raises(WorkerDied, match=r"Actor\.reduce had reached some of them") as caught:
+        group.echo(1)
+    check_broken(group, pids, caught.value)
+
+
 def test_a_worker_that_raises_ends_the_wait_of_its_peers_with_its_own_traceback() -> None:
     group = make(2)
     group.spawn()

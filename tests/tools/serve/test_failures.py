@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import socket
@@ -14,6 +15,7 @@ import torch
 from helpers.serving import HANG_S, byte_tokenizer, serving
 
 from lockstep.tools.load_model import LoadedModel, ModelSource
+from lockstep.tools.serve.desk import Desk, EngineBroken
 from lockstep.workers.rollout.base import failed
 from lockstep.workers.rollout.request import Completion
 from lockstep.workers.rollout.stream import Tokens
@@ -114,6 +116,45 @@ def test_a_broken_engine_answers_all_and_health_says_so(serve, script, capsys):
         status, body = client.get("/health")
         assert (status, body["status"]) == (503, "broken")
         assert client.gauge("engine_up") == 0
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def start_change(desk):
+    """A change of the engine that has been asked for, and an order that waits for it."""
+    tasks = [asyncio.ensure_future(desk.change(lambda: None)), asyncio.ensure_future(desk.order([None]))]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def refused(tasks):
+    """Whether all of these raise EngineBroken, and none waits for ever."""
+    ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
+    return all(isinstance(one, EngineBroken) for one in ended)
+
+
+def test_newer_weights_for_a_broken_engine_hold_up_no_request(script, capsys):
+    async def break_and_change():
+        desk = Desk(lambda: script, 10)
+        await desk.order([None])  # in flight, so that the first change waits
+        tasks = await start_change(desk)
+        script.answer(ZeroDivisionError("in the engine"))
+        assert await refused(tasks)
+        assert await refused(await start_change(desk))
+        await desk.close()
+
+    asyncio.run(break_and_change())
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_change_that_fails_breaks_the_engine(script, capsys):
+    async def change():
+        desk = Desk(lambda: script, 10)
+        with pytest.raises(EngineBroken, match="ZeroDivisionError"):
+            await asyncio.wait_for(desk.change(lambda: 1 // 0), HANG_S)
+        assert await refused([desk.order([None])])
+        await desk.close()
+
+    asyncio.run(change())
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 

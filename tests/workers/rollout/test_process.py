@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -82,6 +83,46 @@ def test_values_come_as_they_are_made_errors_with_their_traceback_and_a_stream_c
     assert list(process.stream("count", 2)) == [5, 6]
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted(process: EngineProcess, where: str = "poll") -> Iterator[None]:
+    """Inside, an interrupt comes while the process is waited for (or a message is moved)."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process._connection, where, interrupt)
+        yield
+
+
+def test_what_a_call_answers_after_it_was_interrupted_is_no_answer_to_the_next(process: EngineProcess) -> None:
+    stream = process.stream("count", 3)
+    assert next(stream) == 5
+    with interrupted(process):
+        next(stream)
+    with interrupted(process):
+        process.call("fail")
+    assert list(process.stream("count", 1)) == [5]
+    exchange = Exchange(process, "add_up")
+    exchange.send(3)
+    with interrupted(process):
+        exchange.receive(60.0)
+    exchange.close()
+    exchange = Exchange(process, "add_up")
+    exchange.send(1)
+    assert exchange.receive(60.0) == 1
+    exchange.close()
+    assert process.call("closed_streams") == 2
+
+
+@pytest.mark.parametrize("move", ["send_bytes", "recv_bytes"])
+def test_a_child_is_ended_when_a_message_was_moved_in_part(process: EngineProcess, move: str) -> None:
+    with interrupted(process, move):
+        process.call("count", 1)
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        process.call("count", 1)
+
+
 def test_a_child_that_is_killed_is_an_error_at_once_with_the_end_of_its_output(process: EngineProcess) -> None:
     stream = process.stream("count", 1000, 0.05)
     next(stream)
@@ -99,6 +140,14 @@ def test_a_child_that_hangs_is_killed_after_the_deadline(process: EngineProcess)
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerTimeout, match=r"count\(\) gave no sign of life for 0.5 s, and it was killed"):
         process.call("count", 1)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_child_that_takes_no_message_is_killed_after_the_deadline() -> None:
+    process = EngineProcess("counter", TARGET, {"start": 5}, {}, start_s=60.0, silence_s=0.5)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"a message to it gave no sign of life for 0.5 s, and it was killed"):
+        process.call("count", bytes(1 << 24))  # more than a pipe holds
     assert not psutil.pid_exists(process.pid)
 
 
@@ -132,6 +181,7 @@ def test_an_exchange_goes_both_ways_and_its_error_ends_it(process: EngineProcess
     exchange.send(0)
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         exchange.receive(60.0)
+    exchange.send(3)  # as if it had been on its way
     exchange.close()
     assert list(process.stream("count", 2)) == [5, 6]
 

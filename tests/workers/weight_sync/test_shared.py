@@ -1,3 +1,5 @@
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,27 @@ def test_on_one_rank_the_decoder_has_the_engines_own_tensors(tmp_path: Path, str
         assert all(torch.equal(weights[name], seen[2][name]) for name in weights)
         with shared.borrowed():
             assert (decoder.lm_head.weight.data_ptr() == decoder.model.embed_tokens.weight.data_ptr()) is tied
+
+    run_distributed(use, 1)
+
+
+def test_nothing_is_kept_of_weights_that_came_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path)
+
+    def use() -> None:
+        engine = make_tiny_engine(path, "fsdp", decoder_attention=CACHED)
+        shared = SharedWeights(engine, torch.bfloat16)
+        weights = engine.decoder_weights
+
+        def breaks_off() -> Iterator[tuple[str, Tensor]]:
+            yield from itertools.islice(weights(), 3)
+            raise MemoryError
+
+        monkeypatch.setattr(engine, "decoder_weights", breaks_off)
+        with pytest.raises(MemoryError), shared.borrowed():
+            pass
+        assert engine.decoder is not None
+        assert all(parameter.is_meta for parameter in engine.decoder.parameters())
 
     run_distributed(use, 1)
 

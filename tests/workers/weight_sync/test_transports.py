@@ -1,5 +1,7 @@
 """Every way that weights go between processes, for real: the sender is one process, the receivers are others."""
 
+import errno
+import fcntl
 import os
 import pickle
 import re
@@ -225,6 +227,37 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_the_key(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightSyncError, match="weight_sync_dir"):
         DiskSender(1, str(tmp_path / "file")).send(odd_tensors().items())
+
+
+def test_what_a_killed_sender_left_is_removed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    others = tmp_path / "lockstep-weights-another-machine-1-x"
+    others.mkdir()
+    killed, living = DiskSender(1, str(tmp_path)), DiskSender(2, str(tmp_path))
+    killed.send(odd_tensors().items())
+    assert killed._lock is not None
+    os.close(killed._lock)  # as the end of its process does
+    folders = set(tmp_path.iterdir())
+    with living:
+        living.send(odd_tensors().items())
+        (kept,) = set(tmp_path.iterdir()) - folders
+        with DiskSender(3, str(tmp_path)) as next_one:
+            next_one.send(odd_tensors().items())
+            assert {others, kept} < set(tmp_path.iterdir())
+            assert len(set(tmp_path.iterdir())) == 3
+            assert received(living.offer(), CPU).manifest is not None
+    assert os.listdir(tmp_path) == [others.name]
+
+
+def test_weights_are_written_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with DiskSender(1, str(tmp_path)) as first, DiskSender(2, str(tmp_path)) as second:
+        for sender in (first, second):
+            sender.send(odd_tensors().items())
+        assert len(os.listdir(tmp_path)) == 2
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_engine_in_another_process_is_sent_the_weights_only_when_they_have_changed(tmp_path: Path) -> None:
