@@ -254,8 +254,8 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
     if parsed.is_sweep_override():
         raise ConfigError(
-            f"'{text}' names several values; start one run for each, write a list in brackets, {key}=[a,b], or a text with commas in "
-            f"quotes of its own, '{key}=\"a,b\"'"
+            f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b] (a text with commas: "
+            f"'{key}=\"a,b\"')"
         )
     value = parsed.value()
     if isinstance(value, dict):

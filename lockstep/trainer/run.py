@@ -162,7 +162,7 @@ class Run(ABC):
             try:
                 folders.remove_leftovers(self.section.run_dir)
                 is_own = self.section.resume_mode == "auto" or self.num_restarts > 0
-                self._from = find_checkpoint(self.config, is_own, self.display.message)
+                self._from = find_checkpoint(self.config, self.section, is_own, self.display.message)
             except BaseException:
                 self.close_folder()
                 raise

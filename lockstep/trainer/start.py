@@ -11,13 +11,15 @@ from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, DataError
 
 
-def find_checkpoint(config: Any, is_own: bool, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a recipe's configuration names, or (`is_own`) the newest whole one in the run's folder, with its state.
+def find_checkpoint(
+    config: Any, section: RunConfig, is_own: bool, say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that a recipe's configuration names, in its `section`, or (`is_own`) the newest whole one in the run's folder. With
+    its state.
 
     Raises ConfigError where the folder has checkpoints that the run does not go on from or the configuration differs from the
     checkpoint's, and DataError where that is damaged.
     """
-    section: RunConfig = config.trainer
     folder = folders.newest_whole(section.run_dir, say) if is_own else None
     if folder is None and section.resume_mode == "resume_path":
         folder = Path(str(section.resume_from_path))
