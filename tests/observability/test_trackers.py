@@ -335,7 +335,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pa
         for n in (1, 2, 3):
             tracking.log({}, step=n)
         tracking.finish()
-    assert [str(w.message) for w in caught] == [
+    assert [str(w.message) for w in caught if w.category is UserWarning] == [
         "tracker 'wandb' failed at step 2 and is dropped, the run goes on: ConnectionError('server is gone')"
     ]
     assert [kwargs["step"] for call, kwargs in wandb.calls if call == "log"] == [1, 2]
