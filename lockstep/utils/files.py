@@ -48,7 +48,9 @@ def _module_of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise DataError(f"importing {path} failed: {_where(error)}") from error
+        is_of_package = isinstance(error, ImportError) and "relative import" in str(error)
+        hint = f"; name it as a module of its package (package.{path.stem}) that Python finds (PYTHONPATH)" if is_of_package else ""
+        raise DataError(f"importing {path} failed: {_where(error)}{hint}") from error
     return module
 
 
@@ -58,7 +60,8 @@ def _module_by_name(name: str) -> ModuleType:
     except Exception as error:
         # A missing import inside the user's module is that module's failure, not a wrong name.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise DataError(f"no module {name!r}; expected a path that ends in .py, or an importable dotted name") from error
+            expected = "a path that ends in .py, or a dotted name that Python finds (PYTHONPATH)"
+            raise DataError(f"no module {name!r}; expected {expected}") from error
         raise DataError(f"importing {name} failed: {_where(error)}") from error
 
 

@@ -59,6 +59,17 @@ def test_a_file_that_cannot_be_imported_says_where_in_one_line(tmp_path, monkeyp
         assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_a_package_is_named_as_a_module(tmp_path, monkeypatch):
+    package = tmp_path / "a_package_of_mine"
+    package.mkdir()
+    (package / "parts.py").write_text("answer = 42\n")
+    (package / "words.py").write_text("from .parts import answer\n")
+    with pytest.raises(DataError, match=r"relative import .*; name it as a module of its package \(package\.words\)"):
+        load_object(str(package / "words.py"), "answer")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_object("a_package_of_mine.words", "answer") == 42
+
+
 def test_a_reference_names_a_file_and_an_object_and_other_text_is_none(tmp_path):
     file = tmp_path / "some:thing.py"
     file.write_text("answer = 42\n")
