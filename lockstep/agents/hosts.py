@@ -398,7 +398,7 @@ async def _awaited(call: Call, place: Place) -> Any:
 
 
 async def _end_late(place: Place) -> None:
-    """Cancel the call that is late, and close its environment when it has ended. What is late to close goes on."""
+    """Cancel the call that is late, and close its environment when it has ended. A late call of `close` itself is not cancelled."""
     if place.environment is not None and place.task is not None:
         place.task.cancel()
         await asyncio.wait({place.task})

@@ -21,7 +21,7 @@ class SharedLoop:
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run it, after what was submitted before it has begun."""
+        """Run it. Coroutines begin in the order in which they are submitted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._open.add(future)
         future.add_done_callback(self._open.discard)

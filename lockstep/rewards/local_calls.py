@@ -36,8 +36,8 @@ def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: di
 
 
 class EventLoops:
-    """An event loop for calls, and another for later ones where a call blocks it. It ends, when its calls have, with this: closed, or no
-    longer referred to."""
+    """The event loop that async reward functions run in; it is replaced when a call blocks it. `close`, or the end of the last reference
+    to this object, ends the loop as soon as its calls have ended."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._lock = timeout_s, threading.Lock()
@@ -68,8 +68,8 @@ class EventLoop:
     """An event loop on a thread of its own. A second thread watches it: a call that blocks the loop past its deadline costs the calls
     beside it their answers, not the run.
 
-    The loop ends only when every call has: Python would end one that is left behind, and catches that, in whichever thread collects it,
-    for ever.
+    The loop ends only when every call has ended. A call that is left behind is ended by the garbage collector, in whichever thread that
+    runs; one that catches this and tries again would keep the thread for ever.
     """
 
     def __init__(self, timeout_s: float) -> None:
