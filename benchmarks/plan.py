@@ -134,7 +134,7 @@ def _shape(models: Path, name: str) -> Shape:
 
 def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
     shape = _shape(models, result["arguments"]["shape"])
-    float8 = result["arguments"].get("kv_cache_dtype") == "fp8"
+    kept = result["arguments"].get("kv_cache_dtype") or "auto"
     for row in result["rows"]:
         if not row["runs_s"]:  # the first run compiles and captures
             continue
@@ -142,14 +142,14 @@ def _rollouts(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]
             continue
         load = LOADS[row["load"]]()
         work = decode.Generation([len(ids) for ids in load.prompts], load.lengths, 8, result["arguments"]["max_num_seqs"])
-        yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200, float8=float8), min(row["runs_s"]))
+        yield Case(name, row["load"], "s", decode.generate_s(shape, work, H200, kept=kept), min(row["runs_s"]))
 
 
 def _decode_steps(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
     for step in result["steps"]:
-        shape, rows, float8 = _shape(models, step["shape"]), step["rows"], step["kv_cache_dtype"] == "fp8"
-        seconds = decode.step_s(shape, rows, rows * step["context"] * shape.token_bytes(2, float8), H200, 2)
-        what = f"{step['shape']},{rows},{step['context']}" + ",fp8" * float8
+        shape, rows, kept = _shape(models, step["shape"]), step["rows"], step["kv_cache_dtype"]
+        seconds = decode.step_s(shape, rows, rows * step["context"] * shape.token_bytes(2, kept), H200, 2)
+        what = f"{step['shape']},{rows},{step['context']}" + ("" if kept == "auto" else f",{kept}")
         yield Case(name, what, "ms", 1000 * seconds, step["ms"])
 
 

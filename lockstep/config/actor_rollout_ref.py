@@ -250,8 +250,9 @@ class RolloutConfig:
     free_cache_engine: bool = True
     """Give the key-value cache's memory back after each generation, for the update."""
     kv_cache_dtype: str = "auto"
-    """Type of the keys and values that are kept: auto (the model's) or fp8, half as many bytes as bfloat16 and less exact: native on a GPU
-    in bfloat16 for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE (docs/generation_gpu.md); vllm on a GPU as vLLM has it."""
+    """Type of the keys and values that are kept: auto (the model's); less exact are fp8, half as many bytes as bfloat16, and k8v4, keys in
+    8 bits and values in 4: native on a GPU in bfloat16 for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE (docs/generation_gpu.md);
+    vllm has fp8, as vLLM has it."""
     batch_invariant: bool = False
     """native: compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
     router_replay: bool = False
@@ -288,9 +289,12 @@ class RolloutConfig:
         at_least(self, prefix, 0.0, "exactness_bound")
         at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")
         one_of(f"{prefix}.weight_sync", self.weight_sync, WEIGHT_SYNCS)
-        one_of(f"{prefix}.kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        if self.keeps_float8 and self.name not in ("native", "vllm"):
-            raise ConfigError(f"{prefix}.kv_cache_dtype=fp8 is of rollout.name=native or vllm, not {self.name}; set it to auto")
+        one_of(f"{prefix}.kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8", "k8v4"))
+        engines = ("native", "vllm") if self.kv_cache_dtype == "fp8" else ("native",)
+        if self.has_small_cache and self.name not in engines:
+            raise ConfigError(
+                f"{prefix}.kv_cache_dtype={self.kv_cache_dtype} is of rollout.name={' or '.join(engines)}, not {self.name}; set it to auto"
+            )
         if self.batch_invariant and self.name != "native":
             raise ConfigError(
                 f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own"
@@ -314,9 +318,9 @@ class RolloutConfig:
         return not (self.name == "sglang" and penalised)
 
     @property
-    def keeps_float8(self) -> bool:
-        """Whether keys and values are kept in eight bits."""
-        return self.kv_cache_dtype == "fp8"
+    def has_small_cache(self) -> bool:
+        """Whether keys and values are kept in fewer bits than the model's."""
+        return self.kv_cache_dtype != "auto"
 
     @property
     def seats(self) -> int:

@@ -153,7 +153,7 @@ def count_rollout(
     text = module.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = head_size(text)
-    token = cache_bytes(2 * text.num_hidden_layers * heads * size, size, element, config.keeps_float8)
+    token = cache_bytes(2 * text.num_hidden_layers * heads * size, size, element, config.kv_cache_dtype)
     seats = LEAST_SEQUENCES if config.max_num_seqs == AUTO else min(LEAST_SEQUENCES, config.seats)
     seats = min(seats, load.step_rows)
     cache = seats * load.longest * token

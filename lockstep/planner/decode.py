@@ -53,9 +53,10 @@ class Generation:
     """Sequences at once."""
 
 
-def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2, float8: bool = False) -> float:
-    """Seconds of the native engine, prompts included, for weights and cache in numbers of `element` bytes, or the cache in float8."""
-    token_bytes = shape.token_bytes(element, float8)
+def generate_s(shape: Shape, work: Generation, device: Device, element: int = 2, kept: str = "auto") -> float:
+    """Seconds of the native engine, prompts included, for weights and cache in numbers of `element` bytes, or the cache in fewer (`kept`:
+    rollout.kv_cache_dtype)."""
+    token_bytes = shape.token_bytes(element, kept)
     own_prompts = sum(work.prompts[:: work.n])
     seconds = 2 * shape.cost.body * own_prompts / (PREFILL * device.flops)
     sharing = work.n if work.seats >= SHARED_FROM else 1

@@ -223,7 +223,7 @@ def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int,
     policy, data = config.actor_rollout_ref, config.data
     rows = -(-data.train_batch_size * policy.rollout.n // pool.ranks.count)
     longest = data.max_prompt_length + data.max_response_length
-    token = shape.token_bytes(element_of(policy.actor), policy.rollout.keeps_float8)
+    token = shape.token_bytes(element_of(policy.actor), policy.rollout.kv_cache_dtype)
     each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * token
     wanted = min(policy.rollout.seats, rows)
     room = max(each, int(free * policy.rollout.cache_share))
@@ -291,7 +291,7 @@ def _generate_s(
     responses = decode.spread_lengths(lengths.response, data.max_response_length, count)
     work = decode.Generation([lengths.prompt] * count, responses, n, found.seats)
     element = element_of(config.actor_rollout_ref.actor)
-    return decode.ENGINES[rollout.name] * decode.generate_s(shape, work, device, element, rollout.keeps_float8)
+    return decode.ENGINES[rollout.name] * decode.generate_s(shape, work, device, element, rollout.kv_cache_dtype)
 
 
 def _update_s(

@@ -25,17 +25,20 @@ class Shape:
     fast: bool
     """Whether the layers run as written in models/fast_layers.py."""
 
-    def token_bytes(self, element: int, float8: bool) -> int:
-        """Keys and values of one token."""
-        return cache_bytes(self.cache_numbers, self.head_size, element, float8)
+    def token_bytes(self, element: int, kept: str) -> int:
+        """Keys and values of one token, for a `rollout.kv_cache_dtype`."""
+        return cache_bytes(self.cache_numbers, self.head_size, element, kept)
 
 
-def cache_bytes(numbers: int, head_size: int, element: int, float8: bool) -> int:
-    """Bytes of so many numbers of a key-value cache: `element` each, or one each and two for the scale of a head.
+def cache_bytes(numbers: int, head_size: int, element: int, kept: str) -> int:
+    """Bytes of so many numbers of a key-value cache: `element` each, or fewer (`kept` is `rollout.kv_cache_dtype`).
 
     (vllm's float8 has no scales for heads; it is counted as if it had, 3 % more for heads of 64.)
     """
-    return numbers // head_size * (head_size + 2) if float8 else numbers * element
+    if kept == "auto":
+        return numbers * element
+    # Key and value of a KV head in one byte each, or in one and a half, and four for their scales.
+    return numbers // (2 * head_size) * ((2 * head_size if kept == "fp8" else head_size * 3 // 2) + 4)
 
 
 def read_shape(model: ModelConfig, head: Head) -> Shape:

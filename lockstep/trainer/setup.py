@@ -58,7 +58,7 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
-    from lockstep.workers.rollout.native.family import check_float8_capability, check_float8_config
+    from lockstep.workers.rollout.native.family import check_small_cache_capability, check_small_cache_config
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -82,11 +82,11 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
         check_fit(model, head, model_key, learns=head is not Head.SCORE)
         if choice is policy.actor and policy.rollout.router_replay:
             check_replay(hf_config, where)
-        if choice is policy.actor and policy.rollout.keeps_float8:
+        if choice is policy.actor and policy.rollout.has_small_cache:
             dtype = compute_dtype(choice.engine.dtype, torch.device(where))
-            check_float8_config(hf_config, where, dtype, policy.rollout.name)
+            check_small_cache_config(hf_config, where, dtype, policy.rollout)
             if capability is not None and policy.rollout.name == "native":
-                check_float8_capability(capability)
+                check_small_cache_capability(capability, policy.rollout)
 
 
 def check_stage_engine(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.new_tokens import rounded
+from helpers.small_pages import SMALL, stored
 from helpers.tiny import tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -29,7 +29,7 @@ def big_tiny(family: str, **changes):
 
 def make_backend(model, num_pages=200, **options):
     kv_heads = 4 if model.config.model_type == "gpt_neox" else 2
-    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype, options.pop("float8", False))
+    shape = CacheShape(2, kv_heads, 64, GPUBackend.page_size, model.dtype, options.pop("kept", "auto"))
     backend = GPUBackend(model, shape, 0.5, **{"own_weights": True, "batch_invariant": False} | options)
     backend.open(num_pages)
     return backend
@@ -286,21 +286,21 @@ def test_graphs_that_are_captured_ahead_give_the_same_tokens():
 
 
 class RoundedAttention:
-    """Inside, transformers' attention of the model sees keys and values as float8 pages have them."""
+    """Inside, transformers' attention of the model sees keys and values as pages of fewer bits have them."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, kept):
+        self._model, self._kept = model, kept
 
     def __enter__(self):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         def attend(module, query, key, value, *args, **kwargs):
-            key, value = ((codes.double() * scale).to(query.dtype) for codes, scale in map(rounded, (key, value)))
+            key, value = (heads.to(query.dtype) for heads in stored(key, value, self._kept))
             return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
-        AttentionInterface.register("float8_test", attend)
-        AttentionMaskInterface.register("float8_test", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        self._model.set_attn_implementation("float8_test")
+        AttentionInterface.register("small_pages_test", attend)
+        AttentionMaskInterface.register("small_pages_test", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        self._model.set_attn_implementation("small_pages_test")
         return self._model
 
     def __exit__(self, *error):
@@ -321,19 +321,20 @@ def gap(model, samples):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("num_pages", [200, 14])
-def test_float8_keys_and_values_are_those_of_transformers_rounded(family, num_pages):
+@pytest.mark.parametrize("kept", SMALL)
+def test_keys_and_values_of_fewer_bits_are_those_of_transformers_rounded(family, num_pages, kept):
     """With preemptions where pages are few. In float32, in which hardly a number falls on the other side of a rounding: where transformers
-    rounds keys and values too, less than a tenth of what they take away is left. What bfloat16 and float8 differ by is printed."""
+    rounds keys and values too, less than a tenth of what they take away is left. What bfloat16 and these differ by is printed."""
     told = []
-    for dtype, float8 in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+    for dtype, small in ((torch.bfloat16, "auto"), (torch.bfloat16, kept), (torch.float32, kept)):
         model, reference = big_tiny(family).to(dtype), big_tiny(family).to(dtype).float()
-        backend = make_backend(model, num_pages=num_pages, float8=float8)
+        backend = make_backend(model, num_pages=num_pages, kept=small)
         samples, scheduler = generate(backend, random_prompts(), [1, 9, 130], temperature=1.0)
         backend.close()
         assert (scheduler.num_preemptions > 0) == (num_pages < 20)
         plain = gap(reference, samples)
-        with RoundedAttention(reference):
+        with RoundedAttention(reference, kept):
             rounded_too = gap(reference, samples)
-        told.append(f"{dtype}, float8 {float8}: {plain:.5f}, with both rounded {rounded_too:.5f}")
+        told.append(f"{dtype}, keys {small}: {plain:.5f}, with both rounded {rounded_too:.5f}")
     print(f"{family}, {num_pages} pages, mean |sampler - float32 log-prob|: " + "; ".join(told))
     assert rounded_too < 0.1 * plain

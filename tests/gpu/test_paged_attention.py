@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.new_tokens import float8_pages, plain_pages
+from helpers.small_pages import plain_pages, small_pages
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -141,20 +141,29 @@ def test_shared_prefixes_change_nothing(heads, kv_heads, dim, softcap, dtype, bo
     assert worst_error(out, query, k, v, table, context, scale=dim**-0.5, window=None, softcap=softcap) < bound
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (14, 2, 64), (4, 4, 32), (40, 2, 256)])
+@pytest.mark.parametrize(
+    ("kept", "heads", "kv_heads", "dim"),
+    [
+        *(("fp8", *sizes) for sizes in ((12, 2, 128), (14, 2, 64), (4, 4, 32), (40, 2, 256))),
+        *(("k8v4", *sizes) for sizes in ((12, 2, 128), (14, 2, 64), (40, 2, 256))),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float32, 2e-6)])
-def test_float8_pages_are_read_as_what_they_stand_for(heads, kv_heads, dim, dtype, bound):
-    """One by one in one part and in four, with a window, and in blocks of tokens."""
+def test_pages_of_fewer_bits_are_read_as_what_they_stand_for(kept, heads, kv_heads, dim, dtype, bound):
+    """One by one in one part and in four, with a window, and in blocks of tokens. k8v4 is rounded to bfloat16 when it is read."""
+    bound *= 2 if kept == "k8v4" and dtype == torch.bfloat16 else 1
     query, k, v, table, context = scene(9, heads, kv_heads, dim, dtype, longest=500)
-    codes, scales = float8_pages((k, v))
-    keys, values = plain_pages(codes, scales)
+    codes, scales = small_pages((k, v), kept)
+    keys, values = plain_pages(codes, scales, kept)
     for splits, window in ((1, None), (4, None), (4, 100)):
-        out = paged_attention(query, *codes, table, context, scale=dim**-0.5, splits=splits, window=window, scales=scales)
+        out = paged_attention(
+            query, *codes, table, context, scale=dim**-0.5, splits=splits, window=window, scales=scales, kept=kept
+        )
         assert worst_error(out, query, keys, values, table, context, scale=dim**-0.5, window=window, softcap=None) < bound
     tokens = block_size(heads, kv_heads)
     places = context.repeat_interleave(tokens) + torch.arange(tokens, device="cuda").repeat(9)
     places.clamp_(max=499)
     query = torch.randn(9 * tokens, heads, dim, device="cuda").to(dtype)
-    out = block_attention(query, *codes, table, places.int(), scale=dim**-0.5, scales=scales)
+    out = block_attention(query, *codes, table, places.int(), scale=dim**-0.5, scales=scales, kept=kept)
     own = table.repeat_interleave(tokens, 0)
     assert worst_error(out, query, keys, values, own, places, scale=dim**-0.5, window=None, softcap=None) < bound

@@ -5,6 +5,7 @@ import torch
 from helpers.letters import num_letters
 from helpers.mixtures import MIXTURES
 from helpers.run import roles, train
+from helpers.small_pages import SMALL
 from helpers.tiny import save_tiny_model
 
 from lockstep.rewards.manager import RewardManager
@@ -95,10 +96,11 @@ def test_a_mixture_learns_through_the_samplers_experts(embedded_config_in, tmp_p
     assert kept[0][GAP] <= own[0][GAP]
 
 
-def test_a_run_over_float8_keys_learns_and_its_old_log_probs_are_the_trainers(embedded_config_in, tmp_path):
+@pytest.mark.parametrize("kept", SMALL)
+def test_a_run_over_keys_in_fewer_bits_learns_and_its_old_log_probs_are_the_trainers(embedded_config_in, tmp_path, kept):
     """The sampler is further away than over bfloat16 keys, so the trainer's pass stays; reward rises as it does there."""
-    heads_of_32 = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    path = save_tiny_model(tmp_path / "model", "llama", **heads_of_32)
+    heads_of_64 = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = save_tiny_model(tmp_path / "model", "llama", **heads_of_64)
     reward = RewardManager(hf_tokenizer(path), num_examine=0, compute_score=num_letters, num_workers=1)
 
     def grpo(name, *more):
@@ -112,9 +114,9 @@ def test_a_run_over_float8_keys_learns_and_its_old_log_probs_are_the_trainers(em
     def score(rows):
         return sum(row["critic/score/mean"] for row in rows) / len(rows)
 
-    plain, float8 = grpo("plain"), grpo("float8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8")
-    print("scores:", [[round(score(rows[at : at + 5]), 3) for at in range(0, 30, 5)] for rows in (plain, float8)])
-    print("sampler against trainer:", [[round(row[GAP], 5) for row in rows[::10] if GAP in row] for rows in (plain, float8)])
-    assert float8[0][GAP] > 2 * plain[0][GAP], "the pages do not seem to have eight bits"
-    assert all(row[GAP] < 0.05 and "timing_s/old_log_prob" in row for row in float8)
-    assert score(float8[-5:]) - score(float8[:5]) > 0.5 * (score(plain[-5:]) - score(plain[:5])) > 0.05
+    plain, small = grpo("plain"), grpo("small", f"actor_rollout_ref.rollout.kv_cache_dtype={kept}")
+    print("scores:", [[round(score(rows[at : at + 5]), 3) for at in range(0, 30, 5)] for rows in (plain, small)])
+    print("sampler against trainer:", [[round(row[GAP], 5) for row in rows[::10] if GAP in row] for rows in (plain, small)])
+    assert small[0][GAP] > 2 * plain[0][GAP], "the pages do not seem to have fewer bits"
+    assert all(row[GAP] < 0.05 and "timing_s/old_log_prob" in row for row in small)
+    assert score(small[-5:]) - score(small[:5]) > 0.5 * (score(plain[-5:]) - score(plain[:5])) > 0.05

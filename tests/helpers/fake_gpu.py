@@ -187,19 +187,19 @@ def fake_gpu(
     lookahead: int = 8,
     batch_invariant: bool = False,
     kv_heads: int = 1,
-    float8: bool = False,
+    kept: str = "auto",
 ) -> Any:
     """See `make_gpu`."""
 
     def copy_pages(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-        if pool.dtype == torch.bfloat16:  # scales
+        if pool.dtype in (torch.bfloat16, torch.int16):  # scales
             pool[:, :, targets] = pool[:, :, sources]
         else:
             model.copy(dict(zip(targets.tolist(), sources.tolist(), strict=True)))
 
     patch.setattr(backend, "HFDecoder", lambda module, cache, compile_layers: FakeDecoder(model, kv_heads))
     patch.setattr(backend, "FusedDecoder", lambda module, cache, longest: FakeDecoder(model, kv_heads, cache.scales[0]))
-    patch.setattr(backend, "is_fusable", lambda config, mixtures: float8)
+    patch.setattr(backend, "is_fusable", lambda config, mixtures: kept != "auto")
     patch.setattr(runner, "draw", draw)
     patch.setattr(runner, "decode_slots", decode_slots)
     patch.setattr(loop, "copy_pages", copy_pages)
@@ -210,7 +210,7 @@ def fake_gpu(
     SmallPages.lookahead = lookahead
     text = SimpleNamespace(vocab_size=VOCABULARY)
     module: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: text), modules=list)
-    shape = CacheShape(1, kv_heads, 1, model.page_size, torch.float32, float8)
+    shape = CacheShape(1, kv_heads, 1, model.page_size, torch.float32, kept)
     made = SmallPages(module, shape, 0.5, own_weights=False, batch_invariant=batch_invariant)
     made.open(model.num_pages)
     return made

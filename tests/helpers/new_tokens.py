@@ -8,31 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from helpers.small_pages import plain_pages, small_pages, stored
+
 PAGE = 16
-
-
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Float8 codes of heads [..., D], which are finite, and their scales [..., 1]: powers of two that take the largest number into
-    [128, 256)."""
-    scale = torch.exp2(x.abs().amax(-1, keepdim=True).double().clamp_min(2.0**-33).log2().floor() - 7)
-    return (x.double() / scale).float().to(torch.float8_e4m3fn), scale
-
-
-def float8_pages(pages: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Pages in float8, KV heads before tokens in memory, and their scales, as KVCache has them. What is NaN has a scale that is."""
-    made, scales = [], []
-    for each in pages:
-        codes, scale = rounded(each.nan_to_num())
-        scale[each.isnan().any(-1)] = torch.nan
-        made.append(codes.transpose(1, 2).contiguous().transpose(1, 2))
-        scales.append(scale.transpose(1, 2))
-    return (made[0], made[1]), torch.cat(scales, -1).bfloat16().contiguous()
-
-
-def plain_pages(pages: tuple[Tensor, Tensor], scales: Tensor) -> tuple[Tensor, Tensor]:
-    """What they stand for, in float64."""
-    keys, values = (codes.float().double() * scales[..., i].transpose(1, 2)[..., None].double() for i, codes in enumerate(pages))
-    return keys, values
 
 
 @dataclass
@@ -52,10 +30,11 @@ class NewTokens:
     table: Tensor
     context: Tensor
     scales: Tensor | None = None
+    kept: str = "auto"
     eps: float = 1e-6
 
     def expected(self, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, heads D]; the new keys and values [rows, kv_heads, D]; rounded where the kernel rounds, those of float8 pages to them."""
+        """[rows, heads D]; the new keys and values [rows, kv_heads, D]; rounded where the kernel rounds, and to what the pages have."""
         kind = self.cos.dtype
         whole = self.qkv.double() if self.qkv.dim() == 2 else self.qkv.double().sum(0)
         whole = whole if self.bias is None else whole + self.bias.double()
@@ -65,7 +44,7 @@ class NewTokens:
             query, key = (self._normed(x, w).to(kind).double() for x, w in zip((query, key), self.norms, strict=True))
         query, key = (self._rotated(x).to(kind).double() for x in (query, key))
         if self.scales is not None:
-            key, value = (codes.double() * scale for codes, scale in map(rounded, (key, value)))
+            key, value = stored(key, value, self.kept)
         rows = [self._attend(row, query[row], key[row], value[row], scale, window) for row in range(len(whole))]
         return torch.stack(rows).flatten(1), key, value
 
@@ -79,10 +58,10 @@ class NewTokens:
 
     def _attend(self, row: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         length = int(self.context[row])
-        stored = self.pages if self.scales is None else plain_pages(self.pages, self.scales)
+        held = self.pages if self.scales is None else plain_pages(self.pages, self.scales, self.kept)
         keys, values = (
             torch.cat([pages[self.table[row].long()].flatten(0, 1)[:length].double(), new[None]])
-            for pages, new in zip(stored, (key, value), strict=True)
+            for pages, new in zip(held, (key, value), strict=True)
         )
         group = self.heads // self.kv_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -113,9 +92,9 @@ def make_new_tokens(
     kv_heads: int = 2,
     page: int = PAGE,
     contexts: tuple[int, ...] = (35, 16, 0, 47),
-    float8: bool = False,
+    kept: str = "auto",
 ) -> NewTokens:
-    """Random ones. `parts` 0: a product that is complete; otherwise parts in float32 and a bias. `float8`: pages are."""
+    """Random ones. `parts` 0: a product that is complete; otherwise parts in float32 and a bias. `kept`: how pages are."""
     made = torch.Generator().manual_seed(parts + dim)
 
     def random(*shape: int, dtype: torch.dtype = kind) -> Tensor:
@@ -129,10 +108,10 @@ def make_new_tokens(
     pages = random(rows * width + 1, page, kv_heads, dim), random(rows * width + 1, page, kv_heads, dim)
     spoil(pages, table, contexts)
     scales = None
-    if float8:
+    if kept != "auto":
         # Tokens whose numbers are large and small.
         sizes = [torch.exp2(torch.randint(-12, 7, x.shape[:3], generator=made))[..., None].to(x) for x in pages]
-        pages, scales = float8_pages((pages[0] * sizes[0] / 16, pages[1] * sizes[1]))
+        pages, scales = small_pages((pages[0] * sizes[0] / 16, pages[1] * sizes[1]), kept)
     angle = torch.rand(max(contexts) + 1, dim // 2, generator=made).to(device)
     columns = (heads + 2 * kv_heads) * dim
     return NewTokens(
@@ -149,4 +128,5 @@ def make_new_tokens(
         table,
         context,
         scales,
+        kept,
     )

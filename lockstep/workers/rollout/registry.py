@@ -10,7 +10,7 @@ from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
-from lockstep.workers.rollout.native.family import check_float8
+from lockstep.workers.rollout.native.family import check_small_cache
 from lockstep.workers.rollout.request import DecodeText
 
 _INSTALL = {
@@ -45,8 +45,8 @@ def make_rollout(
     A model that the engine would compute wrongly raises ConfigError; with `config.fallback_to_hf` transformers generates instead, and a
     line on standard output says so.
     """
-    if config.keeps_float8:
-        check_float8(module)
+    if config.has_small_cache:
+        check_small_cache(module, config)
     if config.router_replay:
         from lockstep.workers.rollout.native.routed import RoutedRollout
 
@@ -56,7 +56,7 @@ def make_rollout(
     try:
         engine.check()
     except ConfigError as error:
-        if not config.fallback_to_hf or config.router_replay or config.keeps_float8:
+        if not config.fallback_to_hf or config.router_replay or config.has_small_cache:
             raise
         print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
         module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")

@@ -16,7 +16,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.workers.policy.actor import ActorPart
 from lockstep.workers.policy.rollout import choose_rollout, make_rollout_part
 from lockstep.workers.rollout import registry
-from lockstep.workers.rollout.native.family import check_float8_config
+from lockstep.workers.rollout.native.family import check_small_cache_config
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -31,8 +31,8 @@ def test_keys_in_eight_bits_are_checked_for_the_weights_that_generate(
     def use() -> list[tuple[str, torch.dtype]]:
         seen = []
 
-        def check(module: Any) -> None:
-            check_float8_config(module.config, "cuda", module.dtype)
+        def check(module: Any, rollout: RolloutConfig) -> None:
+            check_small_cache_config(module.config, "cuda", module.dtype, rollout)
             seen.append((module.device.type, module.dtype))
 
         config = ActorRolloutRefConfig(model=ModelConfig(path=path, **model), rollout=RolloutConfig(kv_cache_dtype="fp8"))
@@ -40,7 +40,7 @@ def test_keys_in_eight_bits_are_checked_for_the_weights_that_generate(
         section = {"dtype": "bfloat16", "param_offload": offload}
         trained = make_tiny_engine(path, section=section, model=model, decoder_attention=choice.attention)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "check_float8", check)
+            patch.setattr(registry, "check_small_cache", check)
             make_rollout_part(
                 choice, config, ActorPart(trained, config, torch.bfloat16),
                 device=trained.device, dtype=torch.bfloat16, seed=0, pad_token_id=0,

@@ -106,7 +106,7 @@ class NativeRollout(ModuleRollout):
             from lockstep.workers.rollout.native.gpu import backend, routed  # need Triton
 
             kind = routed.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
-            shape = cache_shape(self.module, kind.page_size, self.config.keeps_float8)
+            shape = cache_shape(self.module, kind.page_size, self.config.kv_cache_dtype)
             utilization, own = self.cache_share, self.own_weights
             return kind(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)

@@ -1,10 +1,12 @@
-"""The families of models whose decoder layer cpu/fused.py and gpu/fused.py compute by hand, and what more gpu/float8.py wants of them."""
+"""The families of models whose decoder layer cpu/fused.py and gpu/fused.py compute by hand, and what keys and values in
+fewer bits (gpu/tiles.py) want of them besides."""
 
 from typing import NoReturn
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import ConfigError
 from lockstep.models.flops import head_size
 
@@ -28,44 +30,44 @@ def is_fusable(config: PretrainedConfig, *, mixtures: bool = False) -> bool:
     )
 
 
-_FLOAT8_HEADS = (32, 64, 128, 256)
-"""Numbers of a head."""
+_HEADS = {"fp8": (32, 64, 128, 256), "k8v4": (64, 128, 256)}
+"""Numbers of a head, by `rollout.kv_cache_dtype`."""
 _FLOAT8_SINCE = (8, 9)
 """The first compute capability whose GPUs turn float8 into float16."""
 
 
-def check_float8(module: PreTrainedModel) -> None:
-    """Raise ConfigError unless keys and values of this model can be kept in eight bits where it is. It must have its weights."""
-    check_float8_config(module.config, module.device.type, module.dtype)
-    check_float8_capability(torch.cuda.get_device_capability(module.device))
+def check_small_cache(module: PreTrainedModel, rollout: RolloutConfig) -> None:
+    """Raise ConfigError unless keys and values of this model can be kept in fewer bits where it is. It must have its weights."""
+    check_small_cache_config(module.config, module.device.type, module.dtype, rollout)
+    check_small_cache_capability(torch.cuda.get_device_capability(module.device), rollout)
 
 
-def check_float8_capability(capability: tuple[int, int]) -> None:
+def check_small_cache_capability(capability: tuple[int, int], rollout: RolloutConfig) -> None:
     """Raise ConfigError for a GPU that is too old."""
-    if capability < _FLOAT8_SINCE:
-        _refuse_float8("a GPU of compute capability 8.9 or newer", "this one has {}.{}".format(*capability))
+    if rollout.kv_cache_dtype == "fp8" and capability < _FLOAT8_SINCE:
+        _refuse(rollout, "a GPU of compute capability 8.9 or newer", "this one has {}.{}".format(*capability))
 
 
-def check_float8_config(config: PretrainedConfig, device_type: str, dtype: torch.dtype, engine: str = "native") -> None:
+def check_small_cache_config(config: PretrainedConfig, device_type: str, dtype: torch.dtype, rollout: RolloutConfig) -> None:
     """The same as far as it is known before anything is loaded; which models others than the native engine do it for is theirs to say."""
     family = config.model_type
     if device_type != "cuda":
-        _refuse_float8("a GPU", f"the device is {device_type} (trainer.device)")
-    if engine != "native":
+        _refuse(rollout, "a GPU", f"the device is {device_type} (trainer.device)")
+    if rollout.name != "native":
         return
     if dtype != torch.bfloat16:
         computed = str(dtype).removeprefix("torch.")
-        _refuse_float8(
-            "a model that computes in bfloat16", f"this one does in {computed} (actor_rollout_ref.actor.fsdp_config.dtype)"
-        )
+        found = f"this one does in {computed} (actor_rollout_ref.actor.fsdp_config.dtype)"
+        _refuse(rollout, "a model that computes in bfloat16", found)
     if family not in FAMILIES + MIXTURES:
-        _refuse_float8(f"a model of the families {', '.join(FAMILIES + MIXTURES)}", f"this one is a {family}")
+        _refuse(rollout, f"a model of the families {', '.join(FAMILIES + MIXTURES)}", f"this one is a {family}")
     if not is_fusable(config, mixtures=True):
-        _refuse_float8("SiLU and rotary positions of a common kind", f"this {family} has others")
-    size = head_size(config.get_text_config())
-    if size not in _FLOAT8_HEADS:
-        _refuse_float8("heads of 32, 64, 128 or 256 numbers", f"this model's have {size}")
+        _refuse(rollout, "SiLU and rotary positions of a common kind", f"this {family} has others")
+    sizes, size = [str(each) for each in _HEADS[rollout.kv_cache_dtype]], head_size(config.get_text_config())
+    if str(size) not in sizes:
+        _refuse(rollout, f"heads of {', '.join(sizes[:-1])} or {sizes[-1]} numbers", f"this model's have {size}")
 
 
-def _refuse_float8(needed: str, found: str) -> NoReturn:
-    raise ConfigError(f"actor_rollout_ref.rollout.kv_cache_dtype=fp8 needs {needed}, and {found}; set it to auto")
+def _refuse(rollout: RolloutConfig, needed: str, found: str) -> NoReturn:
+    key = f"actor_rollout_ref.rollout.kv_cache_dtype={rollout.kv_cache_dtype}"
+    raise ConfigError(f"{key} needs {needed}, and {found}; set it to auto")

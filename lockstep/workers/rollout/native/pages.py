@@ -84,20 +84,27 @@ class CacheShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    float8: bool = False
-    """Whether they are kept in eight bits, with two bytes for the scale of each head, and not in `dtype`."""
+    kept: str = "auto"
+    """`rollout.kv_cache_dtype`: auto is `dtype`; others have fewer bits."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether keys and values have fewer bits than `dtype`."""
+        return self.kept != "auto"
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: keys and values of all layers."""
-        head = self.head_dim + 2 if self.float8 else self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * self.page_size * self.num_kv_heads * head
+        size = self.head_dim
+        # Of a key and a value; where they have fewer bits, with 4 bytes for their scales.
+        head = {"auto": 2 * size * self.dtype.itemsize, "fp8": 2 * size + 4, "k8v4": size + size // 2 + 4}[self.kept]
+        return self.num_layers * self.page_size * self.num_kv_heads * head
 
 
 class KVCache:
     """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
 
-    scales: Tensor | None = None  # of keys and values in eight bits (float8_cache.py)
+    scales: Tensor | None = None  # of keys and values in fewer bits (float8_cache.py, k8v4_cache.py)
     experts: Tensor | None = None
     """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
 

@@ -41,7 +41,7 @@ class _Recorder:
 
 
 @torch.no_grad()
-def cache_shape(module: PreTrainedModel, page_size: int, float8: bool = False) -> CacheShape:
+def cache_shape(module: PreTrainedModel, page_size: int, kept: str = "auto") -> CacheShape:
     """The shape of the module's keys and values. Raises UnsupportedModel unless every layer has the same."""
     recorder = _Recorder()
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
@@ -54,7 +54,7 @@ def cache_shape(module: PreTrainedModel, page_size: int, float8: bool = False) -
     shapes = set(recorder.shapes.values())
     if len(shapes) > 1:
         raise _unsupported(module, f"its layers have keys of different shapes: {sorted(shapes)} (heads, size of a head)")
-    return CacheShape(max(recorder.shapes) + 1, *shapes.pop(), page_size, recorder.dtype, float8)
+    return CacheShape(max(recorder.shapes) + 1, *shapes.pop(), page_size, recorder.dtype, kept)
 
 
 @torch.no_grad()

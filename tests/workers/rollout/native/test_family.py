@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: what cannot keep them is refused by one line that names the key, before anything is loaded if possible."""
+"""Keys and values in fewer bits: what cannot keep them is refused by one line that names the key, before anything is loaded if possible."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from lockstep.config import load_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import ConfigError
 from lockstep.trainer.setup import check_engines
-from lockstep.workers.rollout.native.family import FAMILIES, MIXTURES, check_float8, check_float8_config
+from lockstep.workers.rollout.native.family import FAMILIES, MIXTURES, check_small_cache, check_small_cache_config
 from lockstep.workers.rollout.registry import make_rollout
 
+FP8, K8V4 = RolloutConfig(kv_cache_dtype="fp8"), RolloutConfig(kv_cache_dtype="k8v4")
 NEEDS = r"^actor_rollout_ref\.rollout\.kv_cache_dtype=fp8 needs "
 
 
 @pytest.mark.parametrize("family", FAMILIES + MIXTURES)
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_what_can_keep_them_is_let_pass(family: str, size: int) -> None:
-    check_float8_config(tiny_config(family, **SETTINGS.get(family, {}) | {"head_dim": size}), "cuda", torch.bfloat16)
+    config = tiny_config(family, **SETTINGS.get(family, {}) | {"head_dim": size})
+    check_small_cache_config(config, "cuda", torch.bfloat16, FP8)
+    if size > 32:
+        check_small_cache_config(config, "cuda", torch.bfloat16, K8V4)
+        return
+    with pytest.raises(ConfigError, match="kv_cache_dtype=k8v4 needs heads of 64, 128 or 256 numbers, and this model's have 32"):
+        check_small_cache_config(config, "cuda", torch.bfloat16, K8V4)
 
 
 @pytest.mark.parametrize(
@@ -50,26 +57,28 @@ def test_what_cannot_is_refused_with_what_was_expected_and_found(
     family: str, settings: dict[str, Any], dtype: torch.dtype, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=NEEDS + message):
-        check_float8_config(tiny_config(family, **settings), "cuda", dtype)
+        check_small_cache_config(tiny_config(family, **settings), "cuda", dtype, FP8)
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_a_cpu_is_refused_for_every_engine(engine: str) -> None:
     with pytest.raises(ConfigError, match=NEEDS + r"a GPU, and the device is cpu \(trainer.device\); set it to auto$"):
-        check_float8_config(tiny_config(head_dim=32), "cpu", torch.bfloat16, engine)
-    check_float8_config(tiny_config("gpt2"), "cuda", torch.float32, "vllm")
+        check_small_cache_config(tiny_config(head_dim=32), "cpu", torch.bfloat16, RolloutConfig(name=engine, kv_cache_dtype="fp8"))
+    check_small_cache_config(tiny_config("gpt2"), "cuda", torch.float32, RolloutConfig(name="vllm", kv_cache_dtype="fp8"))
 
 
 def test_an_older_gpu_is_refused_when_a_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = SimpleNamespace(config=tiny_config(head_dim=32), device=torch.device("cuda"), dtype=torch.bfloat16)
     for capability in ((8, 9), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        check_float8(module)
+        check_small_cache(module, FP8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
         ConfigError, match=NEEDS + r"a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto$"
     ):
-        check_float8(module)
+        check_small_cache(module, FP8)
+    module.config = tiny_config(head_dim=64)
+    check_small_cache(module, K8V4)  # codes are integers
 
 
 def test_no_other_engine_takes_the_place_of_one_that_cannot() -> None:
@@ -85,7 +94,13 @@ def test_engines_without_the_option_are_refused_when_the_configuration_is_read(n
         RolloutConfig(name=name, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         RolloutConfig(kv_cache_dtype="fp4")
-    assert not RolloutConfig(name=name).keeps_float8
+    assert not RolloutConfig(name=name).has_small_cache
+
+
+@pytest.mark.parametrize("name", ["hf", "sglang", "vllm"])
+def test_values_in_four_bits_are_the_native_engines(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_cache_dtype=k8v4 is of rollout.name=native, not {name}; set it to auto$"):
+        RolloutConfig(name=name, kv_cache_dtype="k8v4")
 
 
 @pytest.mark.parametrize(

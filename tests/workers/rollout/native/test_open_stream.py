@@ -211,17 +211,17 @@ def test_passes_one_by_one_give_every_request_what_it_gets_alone(seed: int, cach
     cached=st.booleans(),
     lookahead=st.sampled_from([1, 8]),
     batch_invariant=st.booleans(),
-    float8=st.booleans(),
+    kept=st.sampled_from(["auto", "fp8", "k8v4"]),
 )
-@example(seed=13, cached=True, lookahead=8, batch_invariant=False, float8=True)  # these two copy pages
-@example(seed=69, cached=False, lookahead=8, batch_invariant=False, float8=True)
+@example(seed=13, cached=True, lookahead=8, batch_invariant=False, kept="fp8")  # these two copy pages
+@example(seed=69, cached=False, lookahead=8, batch_invariant=False, kept="fp8")
 def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
-    seed: int, cached: bool, lookahead: int, batch_invariant: bool, float8: bool
+    seed: int, cached: bool, lookahead: int, batch_invariant: bool, kept: str
 ) -> None:
-    """The loop of the GPU; with float8 pages every token that is read has its own scales beside it, in turns that go on too."""
+    """The loop of the GPU; with pages of fewer bits every token that is read has its own scales beside it, in turns that go on too."""
     script = Script(seed)
     with pytest.MonkeyPatch.context() as patch:
-        gpu = fake_gpu(patch, script.model, lookahead, batch_invariant, random.Random(seed).choice([1, 64]), float8)
+        gpu = fake_gpu(patch, script.model, lookahead, batch_invariant, random.Random(seed).choice([1, 64]), kept)
         scheduler = CheckedOpen(script.model, script.seats, script.budget, lookahead, False, cached=cached and not batch_invariant)
         scheduler.longest = CONTEXT
         patch.setattr(short_prefill, "_MOST_KEYS", random.Random(seed).choice([0, 150, 1 << 19]))  # never, sometimes, always

@@ -127,14 +127,14 @@ def test_passes_one_by_one_give_every_request_what_it_gets_alone(seed: int, mixe
     lookahead=st.sampled_from([1, 3, 8]),
     batch_invariant=st.sampled_from([False, False, True]),
     kv_heads=st.sampled_from([1, 64]),
-    float8=st.booleans(),
+    kept=st.sampled_from(["auto", "fp8", "k8v4"]),
 )
 def test_intervals_that_are_read_late_give_every_request_what_it_gets_alone(
-    seed: int, lookahead: int, batch_invariant: bool, kv_heads: int, float8: bool
+    seed: int, lookahead: int, batch_invariant: bool, kv_heads: int, kept: str
 ) -> None:
-    """The loop of the GPU; with float8 pages every token that is read has its own scales beside it."""
+    """The loop of the GPU; with pages of fewer bits every token that is read has its own scales beside it."""
     case = Case(seed)
     with pytest.MonkeyPatch.context() as patch:
-        gpu = fake_gpu(patch, case.model, lookahead, batch_invariant, kv_heads, float8)
+        gpu = fake_gpu(patch, case.model, lookahead, batch_invariant, kv_heads, kept)
         scheduler = case.scheduler(lookahead, mixed=False)
         case.check(case.generate(gpu, scheduler), scheduler)

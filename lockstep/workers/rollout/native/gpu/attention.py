@@ -4,7 +4,8 @@
 
 The layout is that of `native/pages.py`: `k_pages`, `v_pages` [pages, page_size, kv_heads, D], `page_table` [rows, width] int32,
 `context_lens` [rows] int32 tokens in the cache before this step. The new token's key and value are stored first (`store_kv`), so a row
-attends to context + 1 tokens. Float8 pages come with `scales` (float8.py), and are made numbers of the queries' type, which loses nothing.
+attends to context + 1 tokens. Pages of fewer bits come with `scales` (tiles.py), and are made numbers of
+the queries' type.
 
 One program computes one row, one KV head (its G query heads together, padded to 16 or more for the matrix unit) and one split of the
 context. Where rows x heads are too few to fill the chip, the context is cut into splits; each leaves its maximum, sum and weighted values,
@@ -22,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.float8 import decode, key_scale, packed_scales, value_scale
+from lockstep.workers.rollout.native.gpu.float8 import packed_scales
+from lockstep.workers.rollout.native.gpu.tiles import head_start, keys_at, scales_at, values_at
 
 _PROGRAMS = 512
 """About four programs for each multiprocessor of an H100 or H200: fewer leave memory bandwidth unused (measured, docs/generation.md)."""
@@ -71,6 +73,7 @@ def paged_attention(
     shared: SharedPrefixes | None = None,
     splits: int | None = None,
     scales: Tensor | None = None,
+    kept: str = "auto",
 ) -> Tensor:
     """[rows, H, D]: softmax(scale q.k) v over tokens 0..context of each row, the new one included.
 
@@ -98,7 +101,7 @@ def paged_attention(
     numbers = (query.stride(0), query.stride(1), page_table.stride(0), scale, softcap or 1.0)
     options = {
         "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "DP": padded, "PAGE": page_size, "TILE": tile,
-        "SOFTCAP": softcap is not None, "EXACT": query.dtype == torch.float32, "FLOAT8": scales is not None,
+        "SOFTCAP": softcap is not None, "EXACT": query.dtype == torch.float32, "KEPT": kept,
         "num_warps": 4,
     }  # fmt: skip
     if shared is not None:
@@ -190,7 +193,7 @@ def _attend(
     softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SHARED: tl.constexpr, EXACT: tl.constexpr, FLOAT8: tl.constexpr,
+    SHARED: tl.constexpr, EXACT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -228,21 +231,17 @@ def _attend(
         total = tl.load(PART_SUM + i, mask=goes_on, other=0.0)
         acc = tl.load(PART + i[:, None] * D + d[None, :], mask=q_mask & (begun > 0), other=0.0)
         low = begun
-    TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
-    HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
-    offsets = t[:, None] * TOKEN + d[None, :]
+    TYPE: tl.constexpr = Q.dtype.element_ty
     for start in range(low, high, TILE):
         page = tl.load(TABLE + row * stride_table + start // PAGE).to(tl.int64)
-        base = page * (PAGE * KV_HEADS * D) + start % PAGE * TOKEN + kv_head * HEAD
+        held = head_start(page, kv_head, KV_HEADS, PAGE, D, KEPT)
         place = start + t
         seen = place < high
         if WINDOW:
             seen = seen & (place >= first)
         kv_mask = seen[:, None] & (d < D)[None, :]
-        k = tl.load(KP + base + offsets, mask=kv_mask, other=0.0)
-        if FLOAT8:
-            packed = tl.load(SCALES + (page * KV_HEADS + kv_head) * PAGE + start % PAGE + t, mask=seen, other=0)
-            k = decode(k, key_scale(packed)[:, None], Q.dtype.element_ty)
+        packed = scales_at(SCALES, page, kv_head, start % PAGE, t, seen, KV_HEADS, PAGE, KEPT)
+        k = keys_at(KP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, KEPT, TYPE)
         if EXACT:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
@@ -256,9 +255,7 @@ def _attend(
         weight = tl.exp2(score - safe[:, None])
         fade = tl.exp2(peak - safe)
         total = total * fade + tl.sum(weight, 1)
-        v = tl.load(VP + base + offsets, mask=kv_mask, other=0.0)
-        if FLOAT8:
-            v = decode(v, value_scale(packed)[:, None], Q.dtype.element_ty)
+        v = values_at(VP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, TILE, KEPT, TYPE)
         if EXACT:
             acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         else:
@@ -295,7 +292,7 @@ def _join_splits(
 def _attend_prefix(
     Q, KP, VP, SCALES, TABLE, FIRST, SIZE, SHARED_TOKENS, PART, PART_MAX, PART_SUM, stride_q, stride_qh, stride_table, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, FLOAT8: tl.constexpr,
+    TILE: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One program: the queries of one group and one KV head over the pages that the group shares."""
     size = tl.load(SIZE + tl.program_id(0))
@@ -316,17 +313,13 @@ def _attend_prefix(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
-    HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
-    offsets = t[:, None] * TOKEN + d[None, :]
+    TYPE: tl.constexpr = Q.dtype.element_ty
     kv_mask = (t >= 0)[:, None] & (d < D)[None, :]
     for start in range(0, end, TILE):
         page = tl.load(TABLE + first * stride_table + start // PAGE).to(tl.int64)
-        base = page * (PAGE * KV_HEADS * D) + start % PAGE * TOKEN + kv_head * HEAD
-        k = tl.load(KP + base + offsets, mask=kv_mask, other=0.0)
-        if FLOAT8:
-            packed = tl.load(SCALES + (page * KV_HEADS + kv_head) * PAGE + start % PAGE + t)
-            k = decode(k, key_scale(packed)[:, None], Q.dtype.element_ty)
+        held = head_start(page, kv_head, KV_HEADS, PAGE, D, KEPT)
+        packed = scales_at(SCALES, page, kv_head, start % PAGE, t, None, KV_HEADS, PAGE, KEPT)
+        k = keys_at(KP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, KEPT, TYPE)
         if EXACT:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
@@ -338,9 +331,7 @@ def _attend_prefix(
         weight = tl.exp2(score - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weight, 1)
-        v = tl.load(VP + base + offsets, mask=kv_mask, other=0.0)
-        if FLOAT8:
-            v = decode(v, value_scale(packed)[:, None], Q.dtype.element_ty)
+        v = values_at(VP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, TILE, KEPT, TYPE)
         if EXACT:
             acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         else:

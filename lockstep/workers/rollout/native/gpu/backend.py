@@ -19,12 +19,15 @@ from lockstep.workers.rollout.native.gpu.hf_layers import HFDecoder
 from lockstep.workers.rollout.native.gpu.loop import GenerationLoop
 from lockstep.workers.rollout.native.gpu.rows import RowState
 from lockstep.workers.rollout.native.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket, buckets
+from lockstep.workers.rollout.native.k8v4_cache import K8V4Cache
 from lockstep.workers.rollout.native.pages import CacheShape, KVCache
 from lockstep.workers.rollout.native.scheduler import Scheduler
 
 PAGE_SIZE = 64
 INTERVAL = 8
 """Decode steps between two looks of the host: long enough to hide its work, short enough that a stopped row does not idle for long."""
+CACHES: dict[str, type[KVCache]] = {"auto": KVCache, "fp8": Float8Cache, "k8v4": K8V4Cache}
+"""By `rollout.kv_cache_dtype`."""
 _WIDTH_STEP = 16
 """The page table grows by this many pages a row, so that calls of similar lengths share their graphs."""
 
@@ -61,7 +64,7 @@ class GPUBackend(Backend):
         self._gpu_memory_utilization = gpu_memory_utilization
         # Grouped products on a GPU are of bfloat16.
         self._fused = fused and is_fusable(module.config, mixtures=shape.dtype == torch.bfloat16)
-        assert self._fused or not shape.float8, "float8 pages are for gpu/fused.py (family.check_float8)"
+        assert self._fused or not shape.is_small, "pages of fewer bits are for gpu/fused.py (family.check_small_cache)"
         self._device = module.device
         self._cache: KVCache | None = None
         self._seated: _Seated | None = None
@@ -80,8 +83,7 @@ class GPUBackend(Backend):
 
     def open(self, num_pages: int) -> None:
         self.close()
-        kind = Float8Cache if self._shape.float8 else KVCache
-        self._cache, self.num_pages = kind(self._shape, num_pages, self._device), num_pages
+        self._cache, self.num_pages = CACHES[self._shape.kept](self._shape, num_pages, self._device), num_pages
 
     def close(self) -> None:
         self._leave()

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.workers.rollout.native.gpu.attention import join_splits, num_splits
-from lockstep.workers.rollout.native.gpu.float8 import decode, key_scale, packed_scales, value_scale
+from lockstep.workers.rollout.native.gpu.float8 import packed_scales
+from lockstep.workers.rollout.native.gpu.tiles import head_start, keys_at, scales_at, values_at
 
 _QUERIES = 64
 """Queries of one KV head that a program has, at most."""
@@ -35,6 +36,7 @@ def block_attention(
     window: int | None = None,
     splits: int | None = None,
     scales: Tensor | None = None,
+    kept: str = "auto",
 ) -> Tensor:
     """[rows, H, D]: softmax(scale q.k) v over tokens 0..context of each row, whose keys and values are all stored.
 
@@ -57,7 +59,7 @@ def block_attention(
         query.stride(0), query.stride(1), page_table.stride(0), scale, window or 0,
         TOKENS=tokens, KV_HEADS=kv_heads, GROUP=group, ROWS=queries, D=dim, DP=padded,
         PAGE=page_size, TILE=max(16, min(page_size, 16384 // (padded * query.element_size()))), SPLITS=splits,
-        WINDOW=window is not None, EXACT=query.dtype == torch.float32, FLOAT8=scales is not None,
+        WINDOW=window is not None, EXACT=query.dtype == torch.float32, KEPT=kept,
         num_warps=4 if queries <= 64 else 8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
@@ -70,7 +72,7 @@ def _attend_block(
     Q, KP, VP, SCALES, TABLE, CONTEXT, OUT, PART, PART_MAX, PART_SUM, stride_q, stride_qh, stride_table, scale, window,
     TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -96,42 +98,34 @@ def _attend_block(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
     table = TABLE + block * stride_table
-    TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
-    HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
     TYPE: tl.constexpr = Q.dtype.element_ty
-    keys = KP + kv_head * HEAD + t[:, None] * TOKEN + d[None, :]
-    values = VP + kv_head * HEAD + t[:, None] * TOKEN + d[None, :]
     # What all tokens of the block see is most of it, and needs no mask.
     seen_by_all = low
     if not WINDOW:
         seen_by_all = tl.maximum(tl.minimum(high, tl.min(tl.where(inside, end, last), 0)) // TILE * TILE, low)
     for start in range(low, seen_by_all, TILE):
         page = tl.load(table + start // PAGE).to(tl.int64)
-        base = page * (PAGE * KV_HEADS * D) + start % PAGE * TOKEN
+        held = head_start(page, kv_head, KV_HEADS, PAGE, D, KEPT)
+        packed = scales_at(SCALES, page, kv_head, start % PAGE, t, None, KV_HEADS, PAGE, KEPT)
         if D == DP:
-            k = tl.load(keys + base)
-            v = tl.load(values + base)
+            k = keys_at(KP, held, start % PAGE, t, d, None, packed, KV_HEADS, D, KEPT, TYPE)
+            v = values_at(VP, held, start % PAGE, t, d, None, packed, KV_HEADS, D, TILE, KEPT, TYPE)
         else:
-            k = tl.load(keys + base, mask=(d < D)[None, :], other=0.0)
-            v = tl.load(values + base, mask=(d < D)[None, :], other=0.0)
-        if FLOAT8:
-            packed = tl.load(SCALES + (page * KV_HEADS + kv_head) * PAGE + start % PAGE + t)
-            k, v = decode(k, key_scale(packed)[:, None], TYPE), decode(v, value_scale(packed)[:, None], TYPE)
+            k = keys_at(KP, held, start % PAGE, t, d, (d < D)[None, :], packed, KV_HEADS, D, KEPT, TYPE)
+            v = values_at(VP, held, start % PAGE, t, d, (d < D)[None, :], packed, KV_HEADS, D, TILE, KEPT, TYPE)
         score = _scores(q, k, scale, EXACT)
         peak, total, acc = _add_tile(score, v, peak, total, acc, EXACT)
     for start in range(seen_by_all, high, TILE):
         page = tl.load(table + start // PAGE).to(tl.int64)
-        base = page * (PAGE * KV_HEADS * D) + start % PAGE * TOKEN
+        held = head_start(page, kv_head, KV_HEADS, PAGE, D, KEPT)
         place = start + t
         kv_mask = (place < high)[:, None] & (d < D)[None, :]
         seen = (place < high)[None, :] & (place[None, :] < end[:, None])
         if WINDOW:
             seen = seen & (place[None, :] >= (end - window)[:, None])
-        k = tl.load(keys + base, mask=kv_mask, other=0.0)
-        v = tl.load(values + base, mask=kv_mask, other=0.0)
-        if FLOAT8:
-            packed = tl.load(SCALES + (page * KV_HEADS + kv_head) * PAGE + start % PAGE + t, mask=place < high, other=0)
-            k, v = decode(k, key_scale(packed)[:, None], TYPE), decode(v, value_scale(packed)[:, None], TYPE)
+        packed = scales_at(SCALES, page, kv_head, start % PAGE, t, place < high, KV_HEADS, PAGE, KEPT)
+        k = keys_at(KP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, KEPT, TYPE)
+        v = values_at(VP, held, start % PAGE, t, d, kv_mask, packed, KV_HEADS, D, TILE, KEPT, TYPE)
         # A value that is not finite is one only for the tokens that see it: for the others it would be 0 times it.
         score = tl.where(seen, _scores(q, k, scale, EXACT) + tl.sum((v - v).to(tl.float32), 1)[None, :], float("-inf"))
         v = tl.where(v - v == 0.0, v, 0.0)

@@ -28,10 +28,11 @@ from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes, num_sp
 from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
 from lockstep.workers.rollout.native.gpu.early import begin, early
 from lockstep.workers.rollout.native.gpu.few_rows import MOST_GATED_ROWS, gated_product, partial_products, takes
-from lockstep.workers.rollout.native.gpu.float8 import encode, packed_scales, scale_of
+from lockstep.workers.rollout.native.gpu.float8 import packed_scales
 from lockstep.workers.rollout.native.gpu.low_rank import joint, lay_out, room_for
 from lockstep.workers.rollout.native.gpu.new_token import MOST_PAIRS, NewToken, cuts
 from lockstep.workers.rollout.native.gpu.prefill import PromptRows, packed_prompt_attention
+from lockstep.workers.rollout.native.gpu.store_heads import rotate_and_store
 from lockstep.workers.rollout.native.pages import KVCache
 
 Attend = Callable[[int, Any, Tensor, Tensor | None], Tensor]
@@ -110,15 +111,17 @@ class FusedDecoder:
         """[rows, vocabulary] float32 after one new token for each row, all of them of different sequences. `long`: see `num_splits`."""
         if len(tokens) * self._kv_heads > MOST_PAIRS:
             return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
-        float8 = self._cache.shape.float8
-        splits = num_splits(len(tokens), self._kv_heads, long) if long and not float8 else cuts(len(tokens), self._kv_heads, float8)
+        kept = self._cache.shape.kept
+        splits = cuts(len(tokens), self._kv_heads, kept, self._dim)
+        if long and kept == "auto":
+            splits = num_splits(len(tokens), self._kv_heads, long)
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if _has_norms(attention) else None
             return self._new_token(
                 qkv, bias, norms, *self._cache.layer(number), positions, slots, page_table, context_lens,
                 scale=attention.scaling, window=sliding_window(self._module, attention), splits=splits,
-                scales=self._scales(number),
+                scales=self._scales(number), kept=kept,
             )  # fmt: skip
 
         return self.logits(self._layers(tokens, slots, attend))
@@ -134,15 +137,17 @@ class FusedDecoder:
         long: bool = False,
     ) -> Tensor:
         """[rows, hidden] after one new token for each row; or, with a line of `page_table` for several rows, after blocks of tokens."""
+        kernel: Any = paged_attention
         options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
         if len(page_table) < len(tokens):
-            options = {}
+            kernel, options = block_attention, {}
+        options["kept"] = self._cache.shape.kept
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             pages, window = self._cache.layer(number), sliding_window(self._module, attention)
-            kernel, scales = paged_attention if options else block_attention, self._scales(number)
-            out = kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, scales=scales, **options)
+            options["scales"] = self._scales(number)
+            out: Tensor = kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options)
             return out.flatten(1)
 
         return self._layers(tokens, slots, attend)
@@ -154,7 +159,7 @@ class FusedDecoder:
             heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
             pages, scales = self._cache.layer(number), self._scales(number)
-            return packed_prompt_attention(*heads, *pages, rows, variant, scales).flatten(1)
+            return packed_prompt_attention(*heads, *pages, rows, variant, scales, self._cache.shape.kept).flatten(1)
 
         return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
 
@@ -162,7 +167,7 @@ class FusedDecoder:
         """The module was not changed."""
 
     def _scales(self, number: int) -> Tensor | None:
-        """Of one layer [num_pages, kv_heads, page_size, 2], where keys and values are float8."""
+        """Of one layer [num_pages, kv_heads, page_size, 2], where keys and values are kept in fewer bits."""
         return None if self._cache.scales is None else self._cache.scales[number]
 
     def _layers(self, tokens: Tensor, slots: Tensor, attend: Attend) -> Tensor:
@@ -229,13 +234,13 @@ class FusedDecoder:
         keys, values = self._cache.layer(number)
         scales = self._scales(number)
         norm = _has_norms(attention)
-        _rotate_and_store_kernel[(rows,)](
+        rotate_and_store[(rows,)](
             qkv, qkv if bias is None else bias, out, self._cos, self._sin, positions, slots, keys, values,
             packed_scales(scales, out),
             attention.q_norm.weight if norm else out, attention.k_norm.weight if norm else out, self._eps, width, rows * width,
             HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=triton.next_power_of_2(heads + kv_heads), D=dim,
             HALF=triton.next_power_of_2(dim // 2), BLOCK_V=triton.next_power_of_2(kv_heads * dim), NORM=norm, PARTS=parts,
-            BIAS=parts > 0 and bias is not None, PAGE=keys.shape[1], FLOAT8=scales is not None, num_warps=4 if heads > 16 else 2,
+            BIAS=parts > 0 and bias is not None, PAGE=keys.shape[1], KEPT=self._cache.shape.kept, num_warps=4 if heads > 16 else 2,
         )  # fmt: skip
         query, key, value = out.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
         return query, key, value
@@ -335,99 +340,3 @@ def _gate_kernel(GU, OUT, N: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(GU + row * 2 * N + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GU + row * 2 * N + N + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(OUT + row * N + i, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rotate_and_store_kernel(
-    QKV, B, OUT, COS, SIN, POSITION, SLOT, KP, VP, SCALES, Q_NORM, K_NORM, eps, width, stride_part,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr,
-):  # fmt: skip
-    """Norm (Qwen3) and rotate q and k; write them to OUT, and k and v to their slot. PARTS 0: QKV is OUT, complete.
-
-    Keys and values of float8 pages are in OUT what the pages have.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(POSITION + token)
-    slot = tl.load(SLOT + token)
-    H2: tl.constexpr = D // 2
-    TYPE: tl.constexpr = OUT.dtype.element_ty
-    d = tl.arange(0, HALF)
-    h = tl.arange(0, BLOCK_H)
-    cos = tl.load(COS + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(SIN + position * H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-    inner = h[:, None] * D + d[None, :]
-    place = token * width + inner
-    inside = (h < HEADS + KV_HEADS)[:, None] & (d < H2)[None, :]
-    x1 = tl.load(QKV + place, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(QKV + place + H2, mask=inside, other=0.0).to(tl.float32)
-    i = tl.arange(0, BLOCK_V)
-    is_value = i < KV_HEADS * D
-    v_start: tl.constexpr = (HEADS + KV_HEADS) * D
-    v = tl.load(QKV + token * width + v_start + i, mask=is_value, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x1 += tl.load(QKV + part * stride_part + place, mask=inside, other=0.0)
-        x2 += tl.load(QKV + part * stride_part + place + H2, mask=inside, other=0.0)
-        v += tl.load(QKV + part * stride_part + token * width + v_start + i, mask=is_value, other=0.0)
-    if BIAS:
-        x1 += tl.load(B + inner, mask=inside, other=0.0).to(tl.float32)
-        x2 += tl.load(B + inner + H2, mask=inside, other=0.0).to(tl.float32)
-        v += tl.load(B + v_start + i, mask=is_value, other=0.0).to(tl.float32)
-    x1 = x1.to(TYPE).to(tl.float32)
-    x2 = x2.to(TYPE).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        q1 = tl.load(Q_NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        q2 = tl.load(Q_NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        k1 = tl.load(K_NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        k2 = tl.load(K_NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        is_query = (h < HEADS)[:, None]
-        x1 = x1 * scale * tl.where(is_query, q1, k1)
-        x2 = x2 * scale * tl.where(is_query, q2, k2)
-        x1 = x1.to(TYPE).to(tl.float32)
-        x2 = x2.to(TYPE).to(tl.float32)
-    y1 = (x1 * cos - x2 * sin).to(TYPE)
-    y2 = (x2 * cos + x1 * sin).to(TYPE)
-    is_key = inside & (h >= HEADS)[:, None]
-    if FLOAT8:
-        page = slot // PAGE * KV_HEADS
-        own = h - HEADS
-        k1, k2 = y1.to(tl.float32), y2.to(tl.float32)
-        # Of both halves of a key the larger scale.
-        scale1, inverse1 = scale_of(k1, 1)
-        scale2, inverse2 = scale_of(k2, 1)
-        k_scale = tl.where(scale1 > scale2, scale1, scale2) + (scale1 - scale1)
-        inverse = tl.where(scale1 > scale2, inverse1, inverse2) + (scale1 - scale1)
-        code1, code2 = encode(k1 * inverse), encode(k2 * inverse)
-        target = KP + (page + own)[:, None] * (PAGE * D) + slot % PAGE * D + d[None, :]
-        tl.store(target, code1, mask=is_key)
-        tl.store(target + H2, code2, mask=is_key)
-        y1 = tl.where(is_key, (code1.to(tl.float32) * k_scale).to(TYPE), y1)
-        y2 = tl.where(is_key, (code2.to(tl.float32) * k_scale).to(TYPE), y2)
-        # Values as heads.
-        VALUE_HEADS: tl.constexpr = BLOCK_V // D
-        v = tl.reshape(v.to(TYPE).to(tl.float32), [VALUE_HEADS, D])
-        v_scale, v_inverse = scale_of(v, 1)
-        code = encode(v * v_inverse)
-        head = tl.arange(0, VALUE_HEADS)[:, None]
-        whole = tl.arange(0, D)[None, :]
-        tl.store(VP + (page + head) * (PAGE * D) + slot % PAGE * D + whole, code, mask=head < KV_HEADS)
-        out = OUT + token * width + v_start + head * D + whole
-        tl.store(out, (code.to(tl.float32) * v_scale).to(TYPE), mask=head < KV_HEADS)
-        # The halves of the int32 that has both scales: keys and values are in different rows here.
-        halves = SCALES.to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(
-            halves + ((page + own) * PAGE + slot % PAGE)[:, None] * 2,
-            k_scale.to(tl.bfloat16),
-            mask=(h >= HEADS)[:, None] & (own < KV_HEADS)[:, None],
-        )
-        tl.store(halves + ((page + head) * PAGE + slot % PAGE) * 2 + 1, v_scale.to(tl.bfloat16), mask=head < KV_HEADS)
-    tl.store(OUT + place, y1, mask=inside)
-    tl.store(OUT + place + H2, y2, mask=inside)
-    if not FLOAT8:
-        target = KP + slot * (KV_HEADS * D) + (h - HEADS)[:, None] * D + d[None, :]
-        tl.store(target, y1, mask=is_key)
-        tl.store(target + H2, y2, mask=is_key)
-        tl.store(VP + slot * (KV_HEADS * D) + i, v.to(TYPE), mask=is_value)
-        if PARTS > 0:
-            tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)

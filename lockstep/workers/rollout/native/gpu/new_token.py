@@ -8,9 +8,7 @@ has them at hand instead of reading them back. The split that ends last of a row
 order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
 (early.py): into shared memory where all programs fit on the GPU at once, else into the L2 cache.
 
-Over float8 pages (float8.py) both products are of float16, which the GPU makes of float8 in one instruction: keys and values lie there as
-pairs of numbers, of which the first and the second ones are multiplied apart. A key's scale is a factor of its score, a value's of its
-weight; the peak is that of weights with their scales, so that these are at most 1. The new token is rounded before it is attended to.
+How a program goes over its split is in over_pages.py, and where keys and values are kept in fewer bits in over_float8.py and over_k8v4.py.
 """
 
 import torch
@@ -18,35 +16,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.workers.rollout.native.gpu.early import begin, early, fetch
-from lockstep.workers.rollout.native.gpu.float8 import (
-    encode,
-    key_scale,
-    pack_scales,
-    packed_scales,
-    power_below,
-    scale_of,
-    split_pairs,
-    value_power,
-    value_scale,
-)
+from lockstep.workers.rollout.native.gpu.early import early, fetch
+from lockstep.workers.rollout.native.gpu.float8 import packed_scales
+from lockstep.workers.rollout.native.gpu.over_float8 import over_float8_pages
+from lockstep.workers.rollout.native.gpu.over_k8v4 import over_k8v4_pages
+from lockstep.workers.rollout.native.gpu.over_pages import over_pages
 
 MOST_PAIRS = 256
 """Rows times KV heads at most. With more, contexts need not be cut, and shared prefixes are read together (attention.py)."""
 _PROGRAMS = 200
 """More than one for each multiprocessor of an H100 or H200; with twice as many the splits take longer to join than they save."""
 _MOST_SPLITS = 16
-_FLOAT8_PROGRAMS = 500
-_FLOAT8 = {"TILE": 64, "num_warps": 2, "num_stages": 7}
-"""How float8 pages are read: by smaller programs, and more of them."""
+_SMALL_PROGRAMS = 500
+_SMALL = {"TILE": 64, "num_warps": 2, "num_stages": 7}
+"""How pages of fewer bits are read: by smaller programs, and more of them."""
+_ONE_WARP = {"num_warps": 1, "num_stages": 6}
 _MOST_LOADING_WARPS = 1024
 """Of programs that load keys and values before they wait, which takes twice the registers: what an H100 or H200 has room for at once."""
 
 
-def cuts(rows: int, kv_heads: int, float8: bool = False) -> int:
+def cuts(rows: int, kv_heads: int, kept: str = "auto", dim: int = 128) -> int:
     """Into how many splits the contexts of so many rows are cut: 2, 4, 8 or 16, and 1 where there are too many rows."""
-    pairs, programs = rows * kv_heads, _FLOAT8_PROGRAMS if float8 else _PROGRAMS
-    return 1 if pairs > MOST_PAIRS else min(_MOST_SPLITS, max(2, triton.next_power_of_2(triton.cdiv(programs, pairs))))
+    pairs = rows * kv_heads
+    if pairs > MOST_PAIRS:
+        return 1
+    if _in_one_warp(kept, dim):  # as many as there is room for at once
+        splits = 1 << ((_MOST_LOADING_WARPS // pairs).bit_length() - 1)
+    else:
+        splits = triton.next_power_of_2(triton.cdiv(_PROGRAMS if kept == "auto" else _SMALL_PROGRAMS, pairs))
+    return min(_MOST_SPLITS, max(2, splits))
+
+
+def _in_one_warp(kept: str, dim: int) -> bool:
+    """Whether the quarter of a head that is multiplied at a time is all that one warp's unit takes: a second would compute it again."""
+    return kept == "k8v4" and dim == 64
 
 
 def _stages(rows: int, loads_first: bool) -> int:
@@ -78,6 +81,7 @@ class NewToken:
         window: int | None,
         splits: int,
         scales: Tensor | None = None,
+        kept: str = "auto",
     ) -> Tensor:
         """[rows, heads D] of `qkv` [rows, (heads + 2 kv_heads) D], or of parts [parts, rows, ...] that add up, with `bias`, to it.
 
@@ -96,11 +100,12 @@ class NewToken:
         padded = max(16, triton.next_power_of_2(dim))
         q_norm, k_norm = norms or (out, out)
         tile = max(16, min(page_size, 16384 // (padded * out.element_size())))
-        warps = 4 if scales is None else _FLOAT8["num_warps"]
+        small = _SMALL | (_ONE_WARP if _in_one_warp(kept, dim) else {})
+        warps = 4 if scales is None else small["num_warps"]
         loads_first = rows * kv_heads * splits * warps <= _MOST_LOADING_WARPS
         reading = {"TILE": tile, "num_warps": warps, "num_stages": _stages(rows, loads_first)}
         if scales is not None:
-            reading = _FLOAT8 | {"TILE": min(_FLOAT8["TILE"], 2 * page_size)}
+            reading = small | {"TILE": min(small["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](
             qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, packed_scales(scales, out),
             page_table, context_lens,
@@ -109,249 +114,10 @@ class NewToken:
             ROWS=max(16 if scales is None else 8, triton.next_power_of_2(heads // kv_heads)),
             HALF=max(16, triton.next_power_of_2(dim // 2)), PAGE=page_size, SPLITS=splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 0, BIAS=bias is not None, NORM=norms is not None, WINDOW=window is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", FLOAT8=scales is not None, ASM=qkv.is_cuda,
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", KEPT=kept, ASM=qkv.is_cuda,
             LOADS_FIRST=loads_first, **reading, **early(qkv),
         )  # fmt: skip
         return out
-
-
-@triton.jit
-def _sum_up(X, BIASES, place, mask, stride_part, PARTS: tl.constexpr, BIAS: tl.constexpr, TYPE: tl.constexpr):
-    """What the parts at `place` and the bias add up to, rounded as training rounds it."""
-    x = tl.load(X + place, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(X + part * stride_part + place, mask=mask, other=0.0)
-    if BIAS:
-        x += tl.load(BIASES + place, mask=mask, other=0.0).to(tl.float32)
-    return x.to(TYPE)
-
-
-@triton.jit
-def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl.constexpr):
-    """The two halves [n, D / 2] of heads, normed and rotated, each rounded as training rounds it."""
-    H2: tl.constexpr = D // 2
-    TYPE: tl.constexpr = x1.dtype
-    x1 = x1.to(tl.float32)
-    x2 = x2.to(tl.float32)
-    if NORMED:
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        w1 = tl.load(NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        w2 = tl.load(NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
-        x1 = (x1 * scale * w1).to(TYPE).to(tl.float32)
-        x2 = (x2 * scale * w2).to(TYPE).to(tl.float32)
-    return (x1 * cos - x2 * sin).to(TYPE), (x2 * cos + x1 * sin).to(TYPE)
-
-
-@triton.jit
-def _new_heads(
-    new, row, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The halves of the queries and of the new key, normed and rotated, and the new value, of what the kernel before has left (`new`);
-    waits for it."""
-    begin(EARLY, LETS_NEXT=True)
-    QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part = new
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    H2: tl.constexpr = D // 2
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, HALF)
-    whole = tl.arange(0, DP)
-    in_half = (d < H2)[None, :]
-    QKV += row * ((HEADS + 2 * KV_HEADS) * D)
-    q_place = (kv_head * GROUP + g)[:, None] * D + d[None, :]
-    q_mask = (g < GROUP)[:, None] & in_half
-    q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
-    q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
-    # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
-    k_place = (HEADS + kv_head) * D + d[None, :]
-    k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
-    k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
-    v_place = (HEADS + KV_HEADS + kv_head) * D + whole
-    v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
-    q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
-    k1, k2 = _norm_and_rotate(k1, k2, K_NORM, cos, sin, d, eps, D, NORM)
-    return q1, q2, k1, k2, v
-
-
-@triton.jit
-def _score(q1, q2, k1, k2):
-    return tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1)
-
-
-@triton.jit
-def _store_new(
-    heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr
-):
-    """The split that the new token falls into stores its key and value. Returns its score, the first peak and the value as numbers."""
-    q1, q2, k1, k2, v = heads
-    H2: tl.constexpr = D // 2
-    d = tl.arange(0, HALF)
-    whole = tl.arange(0, DP)
-    mask = (d < H2)[None, :] & is_last
-    target = slot * (KV_HEADS * D) + kv_head * D
-    tl.store(KP + target + d[None, :], k1, mask=mask)
-    tl.store(KP + target + H2 + d[None, :], k2, mask=mask)
-    tl.store(VP + target + whole, v, mask=(whole < D) & is_last)
-    score = _score(q1, q2, k1, k2) * scale
-    # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added at the end.
-    return score, tl.where(is_last, score, float("-inf")), v
-
-
-@triton.jit
-def _store_new_float8(
-    heads, KP, VP, SCALES, slot, kv_head, scale, is_last,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """The same in eight bits; the value's scale; and queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest
-    number is about 1, with the scale that scores then have."""
-    q1, q2, k1, k2, v = heads
-    H2: tl.constexpr = D // 2
-    d = tl.arange(0, HALF)
-    whole = tl.arange(0, DP)
-    mask = (d < H2)[None, :] & is_last
-    k1, k2, v = k1.to(tl.float32), k2.to(tl.float32), v.to(tl.float32)
-    k_scale, k_inverse = scale_of(tl.join(k1, k2).reshape([2 * HALF]), 0)
-    v_scale, v_inverse = scale_of(v, 0)
-    code1, code2, code_v = encode(k1 * k_inverse), encode(k2 * k_inverse), encode(v * v_inverse)
-    target = slot // PAGE * (PAGE * KV_HEADS * D) + slot % PAGE * D + kv_head * (PAGE * D)
-    tl.store(KP + target + d[None, :], code1, mask=mask)
-    tl.store(KP + target + H2 + d[None, :], code2, mask=mask)
-    tl.store(VP + target + whole, code_v, mask=(whole < D) & is_last)
-    packed = pack_scales(k_scale, v_scale)
-    tl.store(SCALES + slot // PAGE * (PAGE * KV_HEADS) + kv_head * PAGE + slot % PAGE + tl.arange(0, 1), packed, mask=is_last)
-    score = _score(q1, q2, code1.to(tl.float32) * k_scale, code2.to(tl.float32) * k_scale) * scale
-    peak = tl.where(is_last, score + value_power(packed), float("-inf"))
-    q = tl.join(q1, q2).permute(0, 2, 1).reshape([ROWS, D]).to(tl.float32)
-    power, inverse = power_below(tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 2.0**-60))
-    return score, peak, code_v, v_scale, tl.trans((q * inverse).to(tl.float16)), power * scale
-
-
-@triton.jit
-def _over_pages(
-    new, cut, KP, VP, TABLE,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Peak, total and weighted values [ROWS, DP] of the tokens of a split, the new one among them where it falls into it. LOADS_FIRST: the
-    kernel waits for the one before it in the first turn of its loop, whose first loads the compiler puts before that."""
-    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
-    H2: tl.constexpr = D // 2
-    d = tl.arange(0, HALF)
-    whole = tl.arange(0, DP)
-    t = tl.arange(0, TILE)
-    in_half = (d < H2)[None, :]
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
-    v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
-    if LOADS_FIRST:
-        new_score, peak, new_v = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([DP], TYPE)
-        q1, q2 = tl.zeros([ROWS, HALF], TYPE), tl.zeros([ROWS, HALF], TYPE)
-    else:
-        heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
-        new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
-        q1, q2 = heads[0], heads[1]
-    for start in range(low, stop, TILE):
-        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
-        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
-        place = start + t
-        seen = place < high
-        if WINDOW:
-            seen = seen & (place >= first)
-        k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-        k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
-        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
-            if start == low:
-                heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
-                new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
-                q1, q2 = heads[0], heads[1]
-        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
-        score = tl.where(seen[None, :], score * scale, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(peak - safe)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        peak = new_peak
-    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-    new_share = new_weight.to(TYPE).to(tl.float32)
-    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
-
-
-@triton.jit
-def _over_float8_pages(
-    new, cut, KP, VP, SCALES, TABLE,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
-    TYPE: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The same over float8 pages. Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and
-    another token's numbers begin, only scales are masked: all numbers are finite."""
-    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
-    t = tl.arange(0, TILE)
-    tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
-    PAIRS: tl.constexpr = D // 2
-    values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
-    in_page = t if TILE <= PAGE else t % PAGE
-    k_offsets = in_page[:, None] * D + tl.arange(0, D)[None, :]
-    v_offsets = in_page[None, :] * PAIRS + tl.arange(0, PAIRS)[:, None]
-    totals = tl.zeros([TILE, ROWS], tl.float32)
-    acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
-    acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
-    if LOADS_FIRST:
-        new_score, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-        new_v, v_scale = tl.zeros([DP], tl.float32).to(KP.dtype.element_ty), tl.zeros([1], tl.float32)
-        q, q_scale = tl.zeros([D, ROWS], tl.float16), scale
-    else:
-        heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
-        new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
-            heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
-        )
-    for start in range(low, stop, TILE):
-        place = start + t
-        seen = place < high
-        if WINDOW:
-            seen = seen & (place >= first)
-        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
-        if TILE <= PAGE:
-            held = page * KV_HEADS + kv_head
-            packed = tl.load(SCALES + held * PAGE + start % PAGE + t, mask=seen, other=0)
-            k = tl.load(KP + held * (PAGE * D) + start % PAGE * D + k_offsets)
-            v_pairs = tl.load(values + held * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
-        else:
-            tl.static_assert(TILE == 2 * PAGE)
-            next_page = tl.load(TABLE + tl.minimum(start + PAGE, end) // PAGE).to(tl.int64)
-            held = tl.where(t < PAGE, page, next_page) * KV_HEADS + kv_head
-            packed = tl.load(SCALES + held * PAGE + in_page, mask=seen, other=0)
-            k = tl.load(KP + (held * (PAGE * D))[:, None] + k_offsets)
-            v_pairs = tl.load(values + (held * (PAGE * PAIRS))[None, :] + v_offsets)
-        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
-            if start == low:
-                heads = _new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
-                new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
-                    heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
-                )
-        score = tl.dot(k.to(tl.float16), q)
-        score = tl.where(seen[:, None], score * (key_scale(packed) * q_scale)[:, None], float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
-        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(score - safe[None, :])
-        fade = tl.exp2(peak - safe)[None, :]
-        totals = totals * fade + weight
-        weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
-        v_first, v_second = split_pairs(v_pairs, ASM)
-        acc_first = tl.dot(v_first, weight, acc_first * fade)
-        acc_second = tl.dot(v_second, weight, acc_second * fade)
-        peak = new_peak
-    total, acc = tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
-    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
-    new_share = (new_weight * v_scale).to(tl.float16).to(tl.float32)
-    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -360,7 +126,7 @@ def _attend_new(
     stride_table, stride_part,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     H2: tl.constexpr = D // 2
@@ -392,25 +158,35 @@ def _attend_new(
     if EARLY and not LOADS_FIRST:
         # The first tile of keys and values, in lines of 128 bytes; no kernel of this step writes them.
         LINE: tl.constexpr = 1024 // KP.dtype.element_ty.primitive_bitwidth
-        TOKEN: tl.constexpr = D if FLOAT8 else KV_HEADS * D
-        HEAD: tl.constexpr = PAGE * D if FLOAT8 else D
+        TOKEN: tl.constexpr = KV_HEADS * D if KEPT == "auto" else D
+        HEAD: tl.constexpr = D if KEPT == "auto" else PAGE * D
         token = tl.maximum(tl.minimum(low + t, high - 1), 0)
         pages = tl.load(TABLE + token // PAGE).to(tl.int64)
-        at = pages * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
         line = tl.minimum(tl.arange(0, max(1, DP // LINE)) * LINE, D - 1)
-        fetch(KP + at[:, None] + line[None, :])
-        fetch(VP + at[:, None] + line[None, :])
+        if KEPT == "k8v4":
+            at = (pages * KV_HEADS + kv_head) * (PAGE * D * 3 // 2)
+            fetch(KP + (at + token % PAGE * D)[:, None] + line[None, :])
+            fetch(VP + (at + token % PAGE * (D // 2))[:, None] + line[None, :] // 2)
+        else:
+            at = pages * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
+            fetch(KP + at[:, None] + line[None, :])
+            fetch(VP + at[:, None] + line[None, :])
     new = (QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part)
     # A split without a token takes one turn too where it waits in it, and sees none.
     stop = tl.maximum(high, low + 1) if LOADS_FIRST else high
     cut = (row, kv_head, slot, is_last, first, low, stop, high, end, scale * LOG2_E)
-    if FLOAT8:
-        peak, total, acc = _over_float8_pages(
+    if KEPT == "fp8":
+        peak, total, acc = over_float8_pages(
+            new, cut, KP, VP, SCALES, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, ASM,
+            LOADS_FIRST, EARLY,
+        )  # fmt: skip
+    elif KEPT == "k8v4":
+        peak, total, acc = over_k8v4_pages(
             new, cut, KP, VP, SCALES, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, ASM,
             LOADS_FIRST, EARLY,
         )  # fmt: skip
     else:
-        peak, total, acc = _over_pages(
+        peak, total, acc = over_pages(
             new, cut, KP, VP, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, PRECISION,
             LOADS_FIRST, EARLY,
         )  # fmt: skip

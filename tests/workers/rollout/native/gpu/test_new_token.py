@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start: triton reads it when it is imported", allow_module_level=True)
 
-from helpers.new_tokens import make_new_tokens, plain_pages
+from helpers.new_tokens import make_new_tokens
+from helpers.small_pages import plain_pages
 from helpers.tiny import tiny_model
 
 from lockstep.workers.rollout.native.gpu import new_token
@@ -45,46 +46,66 @@ def test_one_kernel_rotates_stores_attends_and_joins(
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
-    ("tile", "window", "parts", "norm", "dim", "heads"),
-    [(16, None, 0, False, 64, 6), (16, 20, 3, True, 32, 14), (32, None, 1, False, 32, 18), (32, 20, 0, False, 64, 6)],
+    ("kept", "tile", "window", "parts", "norm", "dim", "heads"),
+    [
+        ("fp8", 16, None, 0, False, 64, 6),
+        ("fp8", 16, 20, 3, True, 32, 14),
+        ("fp8", 32, None, 1, False, 32, 18),
+        ("fp8", 32, 20, 0, False, 64, 6),
+        ("k8v4", 16, None, 0, False, 64, 6),
+        ("k8v4", 16, 20, 3, True, 128, 14),
+        ("k8v4", 32, None, 1, False, 64, 18),
+        ("k8v4", 32, 20, 0, False, 64, 6),
+    ],
 )
-def test_float8_pages_are_read_as_what_they_stand_for(
-    monkeypatch: pytest.MonkeyPatch, tile: int, splits: int, window: int | None, parts: int, norm: bool, dim: int, heads: int
+def test_pages_of_fewer_bits_are_read_as_what_they_stand_for(
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    tile: int,
+    splits: int,
+    window: int | None,
+    parts: int,
+    norm: bool,
+    dim: int,
+    heads: int,
 ) -> None:
     """Weights and queries have 11 bits: 5e-4 of the result. Tokens differ in size by up to 2^18."""
-    monkeypatch.setitem(new_token._FLOAT8, "TILE", tile)
-    case = make_new_tokens(torch.device("cpu"), torch.float32, parts=parts, norm=norm, dim=dim, heads=heads, float8=True)
+    monkeypatch.setitem(new_token._SMALL, "TILE", tile)
+    case = make_new_tokens(torch.device("cpu"), torch.float32, parts=parts, norm=norm, dim=dim, heads=heads, kept=kept)
     attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
     for warps in (new_token._MOST_LOADING_WARPS, 0):
         monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
         out = attention(
             case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=window,
-            splits=splits, scales=case.scales,
+            splits=splits, scales=case.scales, kept=kept,
         )  # fmt: skip
         want, keys, values = case.expected(scale=0.2, window=window)
         assert ((out.double() - want).norm(dim=1) < 5e-4 * want.norm(dim=1)).all()
         assert case.scales is not None
-        for pages, new in zip(plain_pages(case.pages, case.scales), (keys, values), strict=True):
+        for pages, new in zip(plain_pages(case.pages, case.scales, kept), (keys, values), strict=True):
             assert torch.equal(pages.flatten(0, 1)[case.slots], new)
 
 
-@pytest.mark.parametrize("float8", [False, True])
-def test_splits_without_a_token_change_nothing(monkeypatch: pytest.MonkeyPatch, float8: bool) -> None:
+@pytest.mark.parametrize("kept", ["auto", "fp8", "k8v4"])
+def test_splits_without_a_token_change_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     """With 16 splits most have none. The same bits whether keys are loaded before the kernel waits or after."""
     made = []
     for warps in (1 << 20, 0):
         monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
-        case = make_new_tokens(torch.device("cpu"), torch.float32, parts=3, norm=False, dim=32, heads=6, float8=float8)
+        case = make_new_tokens(torch.device("cpu"), torch.float32, parts=3, norm=False, dim=64, heads=6, kept=kept)
         attention = NewToken(case.heads, case.cos, case.sin, 1e-6)
         made.append(attention(
             case.qkv, case.bias, case.norms, *case.pages, case.positions, case.slots, case.table, case.context, scale=0.2, window=None,
-            splits=16, scales=case.scales,
+            splits=16, scales=case.scales, kept=kept,
         ))  # fmt: skip
     assert torch.equal(*made)
 
 
 def test_few_rows_are_cut_into_many_splits() -> None:
-    assert [cuts(rows, 2) for rows in (8, 16, 32, 48, 64, 96, 128, 160)] == [16, 8, 4, 4, 2, 2, 2, 1]
+    rows = (8, 16, 32, 48, 64, 96, 128, 160)
+    assert [cuts(n, 2) for n in rows] == [16, 8, 4, 4, 2, 2, 2, 1]
+    assert [cuts(n, 2, "k8v4", 128) for n in rows] == [cuts(n, 2, "fp8", 64) for n in rows] == [16, 16, 8, 8, 4, 4, 2, 1]
+    assert [cuts(n, 2, "k8v4", 64) for n in rows] == [16, 16, 16, 8, 8, 4, 4, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
