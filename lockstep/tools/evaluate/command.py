@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError, as_command
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
 
 if TYPE_CHECKING:
+    from lockstep.data.preprocess.writing import Account
     from lockstep.tools.evaluate.answering import Answerer, Drawing
     from lockstep.tools.evaluate.question import Question
 
@@ -53,6 +54,8 @@ class EvalPlan:
     """The scores to sum up; None: as the reward says."""
     train_files: Any
     """Where to look for the questions; None: nowhere."""
+    account: Account | None
+    """A task's rows, and those that cannot be used."""
 
 
 @as_command
@@ -75,7 +78,7 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
     """
     from lockstep.tools.evaluate.against import check_against
     from lockstep.tools.evaluate.question import digest
-    from lockstep.tools.evaluate.results import compare_with, question_entries, read_results, summarise, write_samples
+    from lockstep.tools.evaluate.results import compare_with, question_entries, read_results, source_rows, summarise, write_samples
     from lockstep.tools.evaluate.scoring import ask_and_judge, choose
 
     is_server = options.model.startswith(("http://", "https://"))
@@ -111,6 +114,8 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
         "num_tokens": sum(sample.num_tokens or 0 for sample in samples),
         "results": found,
     }
+    if plan.account is not None:
+        results["source_rows"] = source_rows(plan.account)
     if plan.train_files is not None:
         results["contamination"] = _contamination(plan, samples, found)
     if earlier is not None:
@@ -143,10 +148,10 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     judging = reward_arguments(config.reward)
     stop: tuple[str, ...] = ()
     max_tokens: int = config.data.max_response_length
-    shown = None
+    shown = account = None
     if options.task:
         form = options.format or ("chat" if tokenizer is None or tokenizer.chat_template else "plain")
-        questions, template = load_task(options.task, options.source, form, options.shots, options.limit)
+        questions, template, account = load_task(options.task, options.source, form, options.shots, options.limit)
         task = TASKS[options.task]
         stop, max_tokens = tuple(template["stop"]), task.max_tokens
         judging |= {"compute_score": task.grade, "weights": None, "functions": None}
@@ -161,7 +166,7 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
         judges = judges_of(questions, manager, _sandbox_settings(config))
         manager.close()
     trained_on = config.data.train_files
-    return EvalPlan(questions, template, drawing, judging, judges, shown, None if trained_on == EMBEDDED else trained_on)
+    return EvalPlan(questions, template, drawing, judging, judges, shown, None if trained_on == EMBEDDED else trained_on, account)
 
 
 def _sandbox_settings(config: PPOConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.data.preprocess.writing import Account
 from lockstep.errors import DataError
 from lockstep.observability.score_summary import score_summary
 from lockstep.observability.statistics import Estimate, compare, estimate
@@ -94,6 +95,12 @@ def question_entries(questions: Sequence[Question], samples: Sequence[Sample], j
     return entries
 
 
+def source_rows(account: Account) -> dict[str, Any]:
+    """How many rows of a task's files were read and asked, and for each reason how many cannot be used, with the first of them."""
+    unusable = [{"reason": reason, "count": count, "first": first} for reason, (count, first) in account.unusable.items()]
+    return {"num_read": account.num_read, "num_used": account.num_written, "unusable": unusable}
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """An earlier result file. Raises DataError where it is none."""
     try:
@@ -145,6 +152,11 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     for source, part in results["results"].items():
         if part["num_missing"]:
             say(f"{printable(source)}: {part['num_missing']} of {part['num_samples']} samples have no score and are in no number")
+    rows = results.get("source_rows", {})
+    if unusable := rows.get("unusable"):
+        say(f"{rows['num_read'] - rows['num_used']} of {rows['num_read']} rows cannot be used and are in no number")
+    for kind in unusable or ():
+        say(f"  {kind['count']}: {printable(kind['reason'])}; the first: {printable(kind['first'])}")
     if found := results.get("contamination"):
         say(
             f"contaminated: {found['num_contaminated']} of {found['num_questions']} questions have {found['num_words']} words in a row in "
