@@ -22,7 +22,7 @@ from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import read_overrides
 from lockstep.errors import ConfigError, as_command
-from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
+from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 
 if TYPE_CHECKING:
     from lockstep.data.preprocess.writing import Account
@@ -59,6 +59,7 @@ class EvalPlan:
 
 
 @as_command
+@names_options
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     options = read_arguments(arguments)
