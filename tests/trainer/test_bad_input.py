@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -261,6 +262,11 @@ CASES = [
     ("a reward model without a path", "ppo", ["reward_model.enable=true"], 1, "reward_model.model.path"),
     ("a reward model without a head", "ppo", judge("reward_model.enable=true"), 1, "has no score head; name a model that scores"),
     ("a reward model with adapters", "ppo", judge("reward_model.model.lora_rank=2"), 1, "reward_model.model.lora_rank is for a model"),
+    # -- without Ray, as `offline` has it
+    ("processes without Ray", "ppo", ["trainer.n_gpus_per_node=2"], 1, "trainer.n_gpus_per_node=2 needs the package 'ray'"),
+    ("nodes without Ray, sft", "sft", ["trainer.nnodes=2"], 1, "pip install 'lockstep-rl[ray]'; or set it to 1, for a run in one process"),
+    ("Ray without Ray", "dpo", ["trainer.worker_group=ray"], 1, "trainer.worker_group=ray needs the package 'ray', which is not installed"),
+    ("a pool without Ray", "ppo", ["critic.enable_resource_pool=true"], 1, "enable_resource_pool=true (critic or reward_model) needs"),
     # -- other recipes
     ("sft: no such file", "sft", ["data.train_files=none.jsonl"], 1, "none.jsonl"),
     ("sft: no answer", "sft", text("x.jsonl", '{"prompt": "abc"}', "data.train_files={file}"), 1, "x.jsonl"),
@@ -282,6 +288,7 @@ def offline(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(dashboards, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
 
     def start(self, specs):
         raise AssertionError("models would be loaded now")
