@@ -73,6 +73,11 @@ class ReferenceConfig:
             raise ConfigError(
                 f"reference.path is set, but with reference.mode={self.mode} the reference is model.path itself; set reference.mode=model"
             )
+        if self.folder is not None and self.mode != "file":
+            raise ConfigError(
+                f"reference.folder is where reference.mode=file keeps its files, but reference.mode={self.mode} has none; set "
+                "reference.mode=file, or leave reference.folder out"
+            )
 
 
 @dataclass

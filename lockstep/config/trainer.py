@@ -107,8 +107,14 @@ class RunConfig:
 
     def check_validated(self, has_rows: bool) -> None:
         """Raise ConfigError for a setting that needs validations, where there are none: without rows, or never after a step."""
-        if self.val_only and not has_rows:
-            raise ConfigError("trainer.val_only=true, but there is nothing to validate on; set data.val_files")
+        asked = {
+            "val_only=true": self.val_only,
+            f"test_freq={self.test_freq}": self.test_freq > 0,
+            f"val_before_train_samples={self.val_before_train_samples}": self.val_before_train_samples is not None,
+        }
+        for setting, is_set in asked.items():
+            if is_set and not has_rows:
+                raise ConfigError(f"trainer.{setting}, but there is nothing to validate on; set data.val_files, or leave it out")
         needs = str(self.best_metric).startswith(("val/", "val-"))
         if needs and not (has_rows and self.test_freq):
             lacks = "trainer.test_freq other than 0" if has_rows else "data.val_files"
@@ -143,6 +149,14 @@ class TrainerConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "trainer", -1, "record_batch_freq", "report_rows")
+
+    def check_validated(self, has_rows: bool) -> None:
+        """As every run, and for the folder of validation samples."""
+        super().check_validated(has_rows)
+        if self.validation_data_dir is not None and not has_rows:
+            raise ConfigError(
+                "trainer.validation_data_dir is set, but there is nothing to validate on; set data.val_files, or leave it out"
+            )
 
 
 @dataclass

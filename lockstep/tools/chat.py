@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.tools.generate import add_sampling_arguments, encode, sampling_of
-from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of
+from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
 from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _UNFINISHED = "\ufffd"
 
 
 @as_command
+@names_options
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     options = _parser().parse_args(list(arguments))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sampling import SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
-from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of
+from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
 from lockstep.utils.printable import printable
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _MAX_TOKENS = 512
 
 
 @as_command
+@names_options
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 when a prompt has no response."""
     options = _parser().parse_args(list(arguments))

@@ -11,7 +11,10 @@ a folder that peft wrote (adapter_config.json)              the model that it na
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +23,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.lock import LOCK
 from lockstep.config.adapter import ADAPTER_CONFIG, read_adapter
 from lockstep.config.engine import DTYPES
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 
 if TYPE_CHECKING:  # what follows takes seconds to import: a wrong path is said before
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +34,20 @@ if TYPE_CHECKING:  # what follows takes seconds to import: a wrong path is said 
 
 POLICY = "actor"
 """The folder of a checkpoint that has the model that generates."""
+
+_OPTION_OF = {
+    r"(actor_rollout_ref\.)?rollout\.fallback_to_hf=true": "--engine hf",
+    r"(actor_rollout_ref\.)?rollout\.name": "--engine",
+    r"(actor_rollout_ref\.)?rollout\.max_num_seqs": "--max-num-seqs",
+    r"(actor_rollout_ref\.)?rollout\.gpu_memory_utilization": "--gpu-memory-utilization",
+    r"trainer\.device": "--device",
+    r"sampling\.temperature": "--temperature",
+    r"sampling\.top_p": "--top-p",
+    r"sampling\.top_k": "--top-k",
+    r"sampling\.min_p": "--min-p",
+    r"sampling\.max_tokens": "--max-tokens",
+}
+"""What errors call a setting in training -> what these commands call it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the GPU memory that is free, how much the key-value cache may take (default: 0.8)",
     )  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+
+
+def names_options(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorator of a command's main: errors name its options where they would name the keys of a training run."""
+
+    @functools.wraps(main)
+    def command(arguments: Sequence[str]) -> int:
+        try:
+            return main(arguments)
+        except LockstepError as error:
+            text = as_options(str(error))
+            if len(error.args) != 1 or text == str(error):
+                raise
+            raise type(error)(text) from error
+
+    return command
+
+
+def as_options(text: str) -> str:
+    """A message in the words of these commands: `trainer.device=cpu` is `--device cpu`."""
+    for key, option in _OPTION_OF.items():
+        text = re.sub(rf"(?<![\w.]){key}=", f"{option} ", text)
+        text = re.sub(rf"(?<![\w.]){key}\b", option, text)
+    return text
 
 
 def load_model_of(options: argparse.Namespace) -> LoadedModel:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.checkpoint.lock import check_folder
 from lockstep.config.load import load_recipe
 from lockstep.config.trainer import RayConfig, RunConfig
-from lockstep.errors import ConfigError, LockstepError, Stopped
+from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
 from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
 from lockstep.observability.trackers import check_trackers
@@ -132,14 +132,33 @@ def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterato
         end_on_sigterm()
         yield LocalWorkerGroup
         return
-    with progress("starting Ray, or reaching it"):
-        started = connect(**ray.ray_init)
+    try:
+        with progress("starting Ray, or reaching it"):
+            started = connect(**ray.ray_init)
+    except MissingExtra as error:
+        raise ConfigError(_without_ray(section)) from error
     end_on_sigterm()  # Ray has a handler of its own
     try:
         yield RayWorkerGroup
     finally:
         if started:
             disconnect()
+
+
+def _without_ray(section: RunConfig) -> str:
+    """Which key asks for Ray, and what can be done where it is not installed."""
+    counts = {
+        f"trainer.{name}={count}": count
+        for name, count in (("n_gpus_per_node", section.n_gpus_per_node), ("nnodes", section.nnodes))
+    }
+    asked = [key for key, count in counts.items() if count > 1]
+    if asked:
+        key, instead = ", ".join(asked), "set it to 1"
+    elif section.worker_group == "ray":
+        key, instead = "trainer.worker_group=ray", "leave it out"
+    else:
+        key, instead = "enable_resource_pool=true (critic or reward_model)", "set it to false"
+    return f"{MissingExtra(key, 'ray', 'ray')}; or {instead}, for a run in one process"
 
 
 def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

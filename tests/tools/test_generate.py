@@ -107,3 +107,20 @@ def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(generate):
     assert good["finish_reason"] in ("stop", "length")
     assert "the model's context holds 64" in bad["error"]
     assert cli.COMMANDS["generate"][0] == main.__module__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda"], "error: --device cuda, but torch"),
+        (["--engine", "vllm"], "error: --engine vllm needs the package vllm"),
+        (["--max-num-seqs", "0"], "error: --max-num-seqs 0 is too small"),
+        (["--gpu-memory-utilization", "2"], "error: --gpu-memory-utilization 2.0 is out of range"),
+        (["--top-p", "2"], "error: --top-p 2.0 is out of range"),
+    ],
+)
+def test_errors_name_the_commands_own_options(model, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("lockstep.workers.rollout.registry.find_spec", lambda name: None)
+    assert main([model, "abc", *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from lockstep.checkpoint.folders import make_draft, publish, write_state
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.tools.load_model import ModelSource, find_model, load
+from lockstep.tools.load_model import ModelSource, as_options, find_model, load
 
 
 def write_checkpoint(run: Path, step: int, seed: int) -> Path:
@@ -91,3 +91,17 @@ def test_adapters_that_do_not_fit_are_said(tmp_path):
     other = save_tiny_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(DataError, match="does not fit the model"):
         load(find_model(other, str(tmp_path / "adapter")), RolloutConfig(), device="cpu")
+
+
+def test_errors_name_the_commands_options():
+    assert (
+        as_options("trainer.device=cuda, but; use trainer.device=cpu (or auto)") == "--device cuda, but; use --device cpu (or auto)"
+    )
+    assert (
+        as_options("actor_rollout_ref.rollout.name=vllm needs; use rollout.name=native")
+        == "--engine vllm needs; use --engine native"
+    )
+    assert as_options("raise actor_rollout_ref.rollout.gpu_memory_utilization, or") == "raise --gpu-memory-utilization, or"
+    assert as_options("Set actor_rollout_ref.rollout.fallback_to_hf=true to") == "Set --engine hf to"
+    others = "actor_rollout_ref.rollout.val_kwargs.temperature=2 my.trainer.device=1 rollout.name_of=1 sampling.temperatures"
+    assert as_options(others) == others

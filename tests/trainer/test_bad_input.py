@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -162,6 +163,11 @@ CASES = [
     ("a weight that is none", "ppo", ["+reward.weights={gsm8k: {rule: nan}}"], 1, "reward.weights.gsm8k.rule=nan"),
     ("nothing to validate on, ppo", "ppo", ["trainer.val_only=true"], 1, "nothing to validate on; set data.val_files"),
     ("nothing to validate on, sft", "sft", ["trainer.val_only=true"], 1, "nothing to validate on; set data.val_files"),
+    ("a validation of nothing, ppo", "ppo", ["trainer.test_freq=1"], 1, "trainer.test_freq=1, but there is nothing to validate on"),
+    ("a validation of nothing, sft", "sft", ["trainer.test_freq=5"], 1, "trainer.test_freq=5, but there is nothing to validate on"),
+    ("a validation of nothing, dpo", "dpo", ["trainer.test_freq=5"], 1, "trainer.test_freq=5, but there is nothing to validate on"),
+    ("samples of no validation", "ppo", ["trainer.validation_data_dir=x"], 1, "validation_data_dir is set, but there is nothing to"),
+    ("rows of no validation", "ppo", ["trainer.val_before_train_samples=8"], 1, "but there is nothing to validate on; set data.val_files"),
     ("the best of no validation", "dpo", ["trainer.best_metric=val/loss"], 1, "this run has none; set data.val_files"),
     ("a number for a switch", "ppo", ["trainer.val_before_train=-1"], 1, "trainer.val_before_train=-1 is neither true nor false"),
     ("one in YAML", "ppo", text("x.yaml", "data: {shuffle: 2}", "--config {file}"), 1, "data.shuffle=2 is neither"),
@@ -256,12 +262,19 @@ CASES = [
     ("a reward model without a path", "ppo", ["reward_model.enable=true"], 1, "reward_model.model.path"),
     ("a reward model without a head", "ppo", judge("reward_model.enable=true"), 1, "has no score head; name a model that scores"),
     ("a reward model with adapters", "ppo", judge("reward_model.model.lora_rank=2"), 1, "reward_model.model.lora_rank is for a model"),
+    # -- without Ray, as `offline` has it
+    ("processes without Ray", "ppo", ["trainer.n_gpus_per_node=2"], 1, "trainer.n_gpus_per_node=2 needs the package 'ray'"),
+    ("nodes without Ray, sft", "sft", ["trainer.nnodes=2"], 1, "pip install 'lockstep-rl[ray]'; or set it to 1, for a run in one process"),
+    ("Ray without Ray", "dpo", ["trainer.worker_group=ray"], 1, "trainer.worker_group=ray needs the package 'ray', which is not installed"),
+    ("a pool without Ray", "ppo", ["critic.enable_resource_pool=true"], 1, "enable_resource_pool=true (critic or reward_model) needs"),
     # -- other recipes
     ("sft: no such file", "sft", ["data.train_files=none.jsonl"], 1, "none.jsonl"),
     ("sft: no answer", "sft", text("x.jsonl", '{"prompt": "abc"}', "data.train_files={file}"), 1, "x.jsonl"),
     ("sft: longer rows than the model holds", "sft", ["data.max_length=9999"], 1, "data.max_length"),
     ("dpo: nothing rejected", "dpo", text("x.jsonl", '{"prompt": "a", "chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
     ("dpo: an unknown loss", "dpo", ["loss.loss_mode=nope"], 1, "loss.loss_mode: unknown preference loss 'nope'"),
+    ("dpo: a folder for no file", "dpo", ["reference.folder=x"], 1, "reference.mode=auto has none; set reference.mode=file"),
+    ("dpo: a mode of no reference", "dpo", ["loss.loss_mode=cpo", "reference.mode=model"], 1, "reference.mode is set, but loss.loss_mode"),
     ("reward-model: nothing rejected", "reward-model", text("x.jsonl", '{"chosen": "b"}', "data.train_files={file}"), 1, "rejected"),
     ("distill: no teacher", "distill", ["teacher.path=./none", "distill.max_response_length=8"], 1, "./none"),
 ]  # fmt: skip
@@ -275,6 +288,7 @@ def offline(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(dashboards, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
 
     def start(self, specs):
         raise AssertionError("models would be loaded now")

@@ -76,7 +76,7 @@ def _examples(
             _check_unicode(row)
             example = recipe.convert(row, instruction)
         except UnusableRow as reason:
-            account.add_unusable(str(reason), f"{path.name} row {position}{_excerpt(row)}")
+            account.add_unusable(str(reason), where_of(path, position, row))
             continue
         yield {
             "data_source": example.data_source or recipe.hub_id,
@@ -95,8 +95,9 @@ def _check_unicode(row: SourceRow) -> None:
         raise UnusableRow("not valid Unicode") from None
 
 
-def _excerpt(row: SourceRow | UnusableRow) -> str:
+def where_of(path: Path, position: int, row: SourceRow | UnusableRow) -> str:
+    """A row's file, its number there, and how it begins where it could be read."""
     if isinstance(row, UnusableRow):
-        return ""
+        return f"{path.name} row {position}"
     shown = json.dumps(row, default=str)
-    return ": " + (shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "...")
+    return f"{path.name} row {position}: " + (shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "...")

@@ -22,9 +22,10 @@ from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import read_overrides
 from lockstep.errors import ConfigError, as_command
-from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
+from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 
 if TYPE_CHECKING:
+    from lockstep.data.preprocess.writing import Account
     from lockstep.tools.evaluate.answering import Answerer, Drawing
     from lockstep.tools.evaluate.question import Question
 
@@ -47,13 +48,18 @@ class EvalPlan:
     drawing: Drawing
     judging: dict[str, Any]
     """The arguments of RewardManager."""
+    judges: list[Any]
+    """Who judges each question; empty where the answer is a choice."""
     shown: list[str] | None
     """The scores to sum up; None: as the reward says."""
     train_files: Any
     """Where to look for the questions; None: nowhere."""
+    account: Account | None
+    """A task's rows, and those that cannot be used."""
 
 
 @as_command
+@names_options
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     options = read_arguments(arguments)
@@ -71,13 +77,17 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
 
     Raises LockstepError for a model, data or a reward that cannot be used, all but the model before it is loaded.
     """
-    from lockstep.tools.evaluate.results import compare_with, question_entries, read_results, summarise, write_samples
+    from lockstep.tools.evaluate.against import check_against
+    from lockstep.tools.evaluate.question import digest
+    from lockstep.tools.evaluate.results import compare_with, question_entries, read_results, source_rows, summarise, write_samples
     from lockstep.tools.evaluate.scoring import ask_and_judge, choose
 
     is_server = options.model.startswith(("http://", "https://"))
     earlier = read_results(options.against) if options.against else None
     server = _server(options) if is_server else None
     plan = _plan(options, server)
+    drawing = dataclasses.asdict(plan.drawing)
+    differs = check_against(earlier, plan.questions, plan.judges, plan.template, drawing) if earlier is not None else []
     folder = _folder(options)
     answerer = server or _local(options, plan)
     started = time.monotonic()
@@ -99,17 +109,21 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
         "folder": str(folder),
         "model": answerer.about(),
         "template": plan.template,
-        "sampling": dataclasses.asdict(plan.drawing),
+        "sampling": drawing,
+        "judges": {digest(judge): judge for judge in plan.judges},
         "seconds": round(seconds, 3),
         "num_tokens": sum(sample.num_tokens or 0 for sample in samples),
         "results": found,
     }
+    if plan.account is not None:
+        results["source_rows"] = source_rows(plan.account)
     if plan.train_files is not None:
         results["contamination"] = _contamination(plan, samples, found)
     if earlier is not None:
-        results["against"] = {"file": str(options.against), "differences": compare_with(plan.questions, samples, found, earlier)}
+        differences = compare_with(plan.questions, samples, found, earlier)
+        results["against"] = {"file": str(options.against), "differences": differences, "differs": differs}
         results["against"]["same_template"] = earlier.get("template", {}).get("hash") == plan.template.get("hash")
-    results["questions"] = question_entries(plan.questions, samples)
+    results["questions"] = question_entries(plan.questions, samples, plan.judges)
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     return results
 
@@ -117,6 +131,7 @@ def evaluate(options: argparse.Namespace, console: Console | None = None) -> dic
 def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     """Read questions, rewards and sampling, and check them."""
     from lockstep.rewards.manager import RewardManager
+    from lockstep.tools.evaluate.against import judges_of
     from lockstep.tools.evaluate.rows import data_questions
     from lockstep.tools.evaluate.scoring import Texts
     from lockstep.tools.evaluate.tasks import TASKS, load_task
@@ -134,10 +149,10 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     judging = reward_arguments(config.reward)
     stop: tuple[str, ...] = ()
     max_tokens: int = config.data.max_response_length
-    shown = None
+    shown = account = None
     if options.task:
         form = options.format or ("chat" if tokenizer is None or tokenizer.chat_template else "plain")
-        questions, template = load_task(options.task, options.source, form, options.shots, options.limit)
+        questions, template, account = load_task(options.task, options.source, form, options.shots, options.limit)
         task = TASKS[options.task]
         stop, max_tokens = tuple(template["stop"]), task.max_tokens
         judging |= {"compute_score": task.grade, "weights": None, "functions": None}
@@ -145,18 +160,20 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     else:
         questions, template = data_questions(config, files, tokenizer, options.limit)
     drawing = _drawing(options, config, is_run, stop, max_tokens)
+    judges: list[Any] = []
     if not questions[0].choices:
         manager = RewardManager(tokenizer=Texts(0), num_examine=0, **judging)  # type: ignore[arg-type]
-        manager.check(_tags(questions), validation=True)
+        manager.check({question.tag for question in questions}, validation=True)
+        judges = judges_of(questions, manager, _sandbox_settings(config))
         manager.close()
     trained_on = config.data.train_files
-    return EvalPlan(questions, template, drawing, judging, shown, None if trained_on == EMBEDDED else trained_on)
+    return EvalPlan(questions, template, drawing, judging, judges, shown, None if trained_on == EMBEDDED else trained_on, account)
 
 
-def _tags(questions: Sequence[Question]) -> set[Any]:
-    from lockstep.data.tag import Tag
-
-    return {Tag.of(question.columns.get("data_source"), question.columns.get("reward_model")) for question in questions}
+def _sandbox_settings(config: PPOConfig) -> dict[str, Any]:
+    """What decides whether a program passes, besides itself."""
+    sandbox = config.reward.sandbox
+    return {"wall_s": sandbox.wall_s, "memory_limit_mb": sandbox.memory_limit_mb}
 
 
 def _drawing(options: argparse.Namespace, config: PPOConfig, is_run: bool, stop: tuple[str, ...], max_tokens: int) -> Drawing:

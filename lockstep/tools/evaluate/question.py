@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data.encoder import ChatPrompt
+from lockstep.data.tag import Tag
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Question:
     """Where they are known already."""
     choices: tuple[str, ...] = ()
     """Continuations of the prompt of which the likeliest is the answer; empty where the answer is written."""
+
+    @property
+    def tag(self) -> Tag:
+        """What its row says about its judges."""
+        return Tag.of(self.columns.get("data_source"), self.columns.get("reward_model"))
 
     @property
     def hash(self) -> str:

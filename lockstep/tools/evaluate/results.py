@@ -11,10 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.data.preprocess.writing import Account
 from lockstep.errors import DataError
 from lockstep.observability.score_summary import score_summary
 from lockstep.observability.statistics import Estimate, compare, estimate
-from lockstep.tools.evaluate.question import Question, Sample
+from lockstep.tools.evaluate.question import Question, Sample, digest
 from lockstep.tools.evaluate.scoring import FORMATTED
 from lockstep.utils.printable import printable
 
@@ -55,14 +56,14 @@ def compare_with(
 ) -> dict[str, Any]:
     """By source and score: the difference to an earlier result on the questions that both have, with its interval and p-value."""
     old: dict[tuple[Any, ...], dict[str, list[float]]] = {}
-    for place, entry in _placed((entry["source"], entry["hash"]) for entry in earlier["questions"]):
+    for place, entry in placed((entry["source"], entry["hash"]) for entry in earlier["questions"]):
         old[place] = earlier["questions"][entry]["scores"]
     groups = _by_question([sample for sample in samples if sample.failure is None])
     found: dict[str, Any] = {}
     for source, part in results.items():
         for variable in part["scores"]:
             new_scores, old_scores = [], []
-            for place, i in _placed((question.source, question.hash) for question in questions):
+            for place, i in placed((question.source, question.hash) for question in questions):
                 if place[0] == source and groups.get(i) and old.get(place, {}).get(variable):
                     new_scores.append([sample.scores[variable] for sample in groups[i]])
                     old_scores.append(old[place][variable])
@@ -81,16 +82,23 @@ def compare_with(
     return found
 
 
-def question_entries(questions: Sequence[Question], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The scores of each question, for later comparisons."""
+def question_entries(questions: Sequence[Question], samples: Sequence[Sample], judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """The scores of each question, and the hash of who judged it, for later comparisons."""
     groups = _by_question([sample for sample in samples if sample.failure is None])
     entries = []
     for i, question in enumerate(questions):
         own = groups.get(i, [])
         names = own[0].scores if own else {}
         scores = {name: [sample.scores[name] for sample in own] for name in names if all(name in sample.scores for sample in own)}
-        entries.append({"hash": question.hash, "source": question.source, "scores": scores})
+        judge = {"judge": digest(judges[i])} if judges else {}
+        entries.append({"hash": question.hash, "source": question.source, "scores": scores} | judge)
     return entries
+
+
+def source_rows(account: Account) -> dict[str, Any]:
+    """How many rows of a task's files were read and asked, and for each reason how many cannot be used, with the first of them."""
+    unusable = [{"reason": reason, "count": count, "first": first} for reason, (count, first) in account.unusable.items()]
+    return {"num_read": account.num_read, "num_used": account.num_written, "unusable": unusable}
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -144,6 +152,11 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     for source, part in results["results"].items():
         if part["num_missing"]:
             say(f"{printable(source)}: {part['num_missing']} of {part['num_samples']} samples have no score and are in no number")
+    rows = results.get("source_rows", {})
+    if unusable := rows.get("unusable"):
+        say(f"{rows['num_read'] - rows['num_used']} of {rows['num_read']} rows cannot be used and are in no number")
+    for kind in unusable or ():
+        say(f"  {kind['count']}: {printable(kind['reason'])}; the first: {printable(kind['first'])}")
     if found := results.get("contamination"):
         say(
             f"contaminated: {found['num_contaminated']} of {found['num_questions']} questions have {found['num_words']} words in a row in "
@@ -159,6 +172,8 @@ def print_table(results: dict[str, Any], console: Console) -> None:
                 f"p = {number['p_value']:.3g}; better on {number['num_better']} and worse on {number['num_worse']} "
                 f"of {number['num_questions']} questions"
             )
+    for difference in (results.get("against") or {}).get("differs", ()):
+        say(f"also different: {printable(difference)}")
 
 
 def mean_scores(
@@ -172,6 +187,16 @@ def mean_scores(
         if own:
             found[source] = {name: next(iter(_numbers(own, name).values())) for name in part["scores"]}
     return found
+
+
+def placed(names: Any) -> list[tuple[tuple[Any, ...], int]]:
+    """((source, hash, how often it came before), position): the same question may be in a file twice."""
+    seen: dict[Any, int] = defaultdict(int)
+    places = []
+    for position, name in enumerate(names):
+        places.append(((*name, seen[name]), position))
+        seen[name] += 1
+    return places
 
 
 def _by_question(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
@@ -213,13 +238,3 @@ def _number(number: Estimate) -> dict[str, Any]:
 
 def _interval(number: dict[str, Any]) -> str:
     return "-" if number["low"] is None else f"[{number['low']:.3f}, {number['high']:.3f}]"
-
-
-def _placed(names: Any) -> list[tuple[tuple[Any, ...], int]]:
-    """((source, hash, how often it came before), position): the same question may be in a file twice."""
-    seen: dict[Any, int] = defaultdict(int)
-    places = []
-    for position, name in enumerate(names):
-        places.append(((*name, seen[name]), position))
-        seen[name] += 1
-    return places

@@ -90,7 +90,8 @@ def _take(sample: Sample, reward: float, said: dict[str, Any]) -> None:
     """What the judges said of a sample: numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
     score = said.pop("score", None)
     sample.scores["reward"] = float(reward if score is None else score)
-    for name, value in said.items():
+    for said_name, value in said.items():
+        name = "said_reward" if said_name == "reward" else said_name  # as validation in training calls it
         if isinstance(value, int | float | np.number | np.bool_):
             sample.scores[name] = float(value)
         elif name == _PRED or name.endswith(f"_{_PRED}"):

@@ -14,6 +14,7 @@ from lockstep.data.preprocess import gsm8k, hellaswag, humaneval, math_dataset, 
 from lockstep.data.preprocess.reading import read_rows
 from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow, WrittenRow
 from lockstep.data.preprocess.sources import SourceFiles, find_files
+from lockstep.data.preprocess.writing import Account, where_of
 from lockstep.errors import DataError
 from lockstep.rewards.graders import math
 from lockstep.tools.evaluate import grading
@@ -55,8 +56,8 @@ class Task:
 
 def load_task(
     name: str, sources: Sequence[str] | None, form: str, num_shots: int | None, limit: int | None
-) -> tuple[list[Question], dict[str, Any]]:
-    """The questions of a task's held-out split, the first `limit` of them, and its template.
+) -> tuple[list[Question], dict[str, Any], Account]:
+    """The questions of a task's held-out split, the first `limit` of them, its template, and which rows were read up to there.
 
     `sources` are those of `lockstep preprocess` (None: the dataset on the hub). Raises DataError where they cannot be read or have no row
     that can be used, or too few for examples.
@@ -74,39 +75,44 @@ def load_task(
     else:
         split_of = None
     held_out = next((split for split in task.recipe.held_out if split in found.splits), "train")
-    rows = _rows(task, found, held_out, split_of, limit)
+    rows, account = _rows(task, found, held_out, split_of, limit)
     if not rows:
         raise DataError(f"no row of {', '.join(sources or [task.recipe.hub_id])} can be used for the task {name}")
-    examples = _rows(task, found, "train", split_of, num_shots) if num_shots and held_out != "train" else []
+    examples = _rows(task, found, "train", split_of, num_shots)[0] if num_shots and held_out != "train" else []
     if len(examples) < num_shots:
         raise DataError(
             f"--shots {num_shots}: the source has {len(examples)} training rows for examples; give more with --source, or --shots 0"
         )
     shots = [_shot(task, form, row, written) for row, written in examples]
-    return [_question(task, form, shots, i, *row) for i, row in enumerate(rows)], task.template(form, shots)
+    return [_question(task, form, shots, i, *row) for i, row in enumerate(rows)], task.template(form, shots), account
 
 
 def _rows(
     task: Task, found: SourceFiles, split: str, split_of: Callable[[SourceRow], str | None] | None, limit: int | None
-) -> list[tuple[SourceRow, WrittenRow]]:
+) -> tuple[list[tuple[SourceRow, WrittenRow]], Account]:
     rows: list[tuple[SourceRow, WrittenRow]] = []
-    reasons: list[str] = []
+    account = Account()
     for file in found.splits.get(split, ()):
-        for row in read_rows(file.fetch()):
+        path = file.fetch()
+        for position, row in enumerate(read_rows(path)):
             if limit is not None and len(rows) >= limit:
-                return rows
-            if isinstance(row, UnusableRow) or (split_of is not None and split_of(row) != split):
+                return rows, account
+            if split_of is not None and not isinstance(row, UnusableRow) and split_of(row) != split:
                 continue
+            account.num_read += 1
             try:
+                if isinstance(row, UnusableRow):
+                    raise row
                 rows.append((row, task.recipe.convert(row, task.recipe.instruction)))
+                account.num_written += 1
             except UnusableRow as reason:
-                reasons.append(str(reason))
-    if reasons and not rows:
+                account.add_unusable(str(reason), where_of(path, position, row))
+    if account.unusable and not rows:
         raise DataError(
-            f"no row of {found.splits[split][0].name} can be used for the task {task.name} ({reasons[0]}): it takes the dataset's own "
-            "files, as lockstep preprocess does; files that preprocess wrote go to --data"
+            f"no row of {found.splits[split][0].name} can be used for the task {task.name} ({next(iter(account.unusable))}): it takes the "
+            "dataset's own files, as lockstep preprocess does; files that preprocess wrote go to --data"
         )
-    return rows
+    return rows, account
 
 
 def _shot(task: Task, form: str, row: SourceRow, written: WrittenRow) -> Any:

@@ -124,7 +124,7 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
         f"data.train_files={folder / 'rows.jsonl'}", "data.val_files=null", f"trainer.default_local_dir={folder / 'run'}",
         "trainer.logger=[console]", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.worker_group=local",
         "trainer.device=auto", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=0",
-        "trainer.on_nonfinite=stop",
+        "trainer.on_nonfinite=stop", "trainer.best_metric=null", "trainer.val_before_train_samples=null",
     ]  # fmt: skip
     if (episodes := capsule.get("episodes")) is not None:
         lines = [episodes["kinds"], *episodes["played"]]
@@ -135,14 +135,14 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
     if "sampled" in capsule["config"]:
         keys.append("sampled.files=null")
     if capsule["config"].get("reference", {}).get("mode") == "file":
-        keys.append("reference.mode=model")  # a file of all rows' log-probs is not made for a few
+        keys += ["reference.mode=model", "reference.folder=null"]  # a file of all rows' log-probs is not made for a few
     if capsule["weights"] is not None:
         start = weights or Path(capsule["weights"]["name"])
         if not start.is_dir():
             raise DataError(f"{start} is not here; name the checkpoint of step {capsule['from_step']} with --weights")
         if weights_differ(capsule, start):
             raise DataError(f"{start} is another checkpoint than that of the capsule: its manifest differs")
-        changed = ["data.train_files", "reference.mode", *(key.lstrip("+").partition("=")[0] for key in given)]
+        changed = ["data.train_files", "reference.mode", "reference.folder", *(key.lstrip("+").partition("=")[0] for key in given)]
         keys += [
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={start}",

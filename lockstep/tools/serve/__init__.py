@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
-from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of
+from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 from lockstep.utils.garbage import frozen_objects
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @as_command
+@names_options
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal ends it."""
     options = _parser().parse_args(arguments)

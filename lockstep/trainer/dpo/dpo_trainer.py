@@ -18,7 +18,7 @@ from lockstep.algorithms.preference_losses import (
     takes_pairs,
     try_preference_loss,
 )
-from lockstep.config.dpo import DPOConfig, PreferenceLossConfig
+from lockstep.config.dpo import DPOConfig, PreferenceLossConfig, ReferenceConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.data.pairs import PairDataset
@@ -75,8 +75,9 @@ class DPOTrainer(StageRun):
         self._takes_pairs = takes_pairs(loss)
         self._prepare_loss = bind_preference_prepare(loss, config.loss.parameters)
         self.reference_mode = config.reference_mode if needs_reference(loss) else "none"
-        if self.reference_mode == "none" and config.reference.path is not None:
-            raise ConfigError(f"reference.path is set, but loss.loss_mode={config.loss.loss_mode} has no reference; leave it out")
+        if self.reference_mode == "none" and config.reference != ReferenceConfig():
+            name = "path" if config.reference.path is not None else "mode"
+            raise ConfigError(f"reference.{name} is set, but loss.loss_mode={config.loss.loss_mode} has no reference; leave it out")
         if self.reference_mode == "file" and self._prepare_loss is not None:
             raise ConfigError(
                 f"loss.loss_mode={config.loss.loss_mode} compares with answers to other prompts of a batch, whose log-probs no file has; "

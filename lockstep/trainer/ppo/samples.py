@@ -43,7 +43,7 @@ def write_samples(
     failures: Sequence[Failure | None] | None = None,
 ) -> None:
     """Write `{step}.jsonl`: the text, the score and everything the reward function said (`info`) of each row; no score where
-    `failures` has one."""
+    `failures` has one. What it said under a name of the row's own, such as `step`, is `said_step`."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     inputs, outputs = (
         tokenizer.batch_decode([row.tolist() for row in batch.ragged(name).rows()], skip_special_tokens=True)
@@ -55,7 +55,7 @@ def write_samples(
     for i in range(len(batch)):
         score = scores[i] if failures[i] is None else None
         row = {"step": step, "input": inputs[i], "output": outputs[i], "gts": truths[i], "score": score}
-        row |= {key: values[i] for key, values in info.items() if key not in row}
+        row |= {f"said_{key}" if key in row else key: values[i] for key, values in info.items() if key != "score"}
         lines.append(json.dumps(plain(row), allow_nan=False) + "\n")
     path = Path(directory) / f"{step}.jsonl"
     try:

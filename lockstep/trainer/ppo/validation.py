@@ -50,7 +50,8 @@ def validate(
         parts.append(batch)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
     rewards = [total if failure is None else None for total, failure in zip(scored.total, scored.failures, strict=True)]
-    extra: dict[str, list[Any]] = scored.extra | {"reward": rewards}  # whatever an environment calls so
+    extra: dict[str, list[Any]] = {"said_reward" if name == "reward" else name: said for name, said in scored.extra.items()}
+    extra["reward"] = rewards
     extra.pop("score", None)
     if folder is not None:
         write_samples(str(folder), step, batch, extra, judge.tokenizer, scored.failures)

@@ -76,8 +76,24 @@ def test_the_likeliest_answers_are_the_models_own_and_a_result_compares_with_its
     assert difference["reward"]["value"] == 0.0
     assert (difference["reward"]["p_value"], difference["reward"]["num_questions"]) == (1.0, 24)
     assert second["against"]["same_template"]
+    assert second["against"]["differs"] == []
     assert "better on 0 and worse on 0 of 24 questions" in out
     assert [row["response"] for row in samples(tmp_path / "out")] == [row["response"] for row in samples(tmp_path / "again")]
+
+
+def test_scores_of_two_judges_are_not_compared(evaluate, embedded_task, tmp_path, monkeypatch):
+    for name, score in (("one", 0.5), ("other", -5.0)):
+        code = f"def compute_score(data_source, solution_str, ground_truth):\n    return {score}\n"
+        (tmp_path / f"{name}.py").write_text(code)
+    arguments = [embedded_task.model, "--data", embedded_task.val_file, "--limit", "4", *LENGTHS]
+    judge = f"reward.custom_reward_function.path={tmp_path}"
+    status, out, _ = evaluate(*arguments, f"{judge}/one.py")
+    assert status == 0, out
+    monkeypatch.setattr("lockstep.tools.evaluate.command.load_model_of", lambda options: pytest.fail("loaded a model"))
+    status, out, _ = evaluate(*arguments, f"{judge}/other.py", "--against", tmp_path / "out", out="again")
+    assert status == 1
+    assert "4 of 4 questions had another judge: one.py:compute_score before, other.py:compute_score now" in out
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_question_that_was_trained_on_is_counted_and_left_out(evaluate, embedded_task, tmp_path):

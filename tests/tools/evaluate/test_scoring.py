@@ -32,14 +32,14 @@ def test_each_answer_has_its_scores_and_what_cannot_be_judged_its_reason():
         if solution_str == "raise0":
             raise RuntimeError("cannot judge this")
         right = solution_str == ground_truth
-        return {"score": float(right), "acc": right, "pred": solution_str, "note": "seen"}
+        return {"score": float(right), "acc": right, "pred": solution_str, "note": "seen", "reward": 9.0}
 
     heard = []
     questions = [question("a"), question("raise"), question("none"), question("b")]
     samples = ask_and_judge(Says(), questions, Drawing(n=2, temperature=1.0), {"compute_score": judge}, lambda: heard.append(1))
     assert [(sample.question, sample.number) for sample in samples] == [(i, k) for i in range(4) for k in range(2)]
     assert [sample.scores.get("reward") for sample in samples] == [1.0, 0.0, None, 0.0, None, None, 0.0, 0.0]
-    assert samples[0].scores == {"reward": 1.0, "acc": 1.0}
+    assert samples[0].scores == {"reward": 1.0, "acc": 1.0, "said_reward": 9.0}
     assert (samples[0].preds, samples[0].extra) == ({"*": "a0"}, {"note": "seen"})
     assert "cannot judge this" in samples[2].failure
     assert samples[4].failure == "gone"

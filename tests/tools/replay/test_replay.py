@@ -33,7 +33,12 @@ def test_steps_come_out_as_they_were_without_the_runs_files_and_a_change_is_name
     embedded_task: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "a-very-secret-value")
-    assert sft(tmp_path, embedded_task, **{"trainer.project_name": "a-very-secret-value"}) == 0
+    validation = {
+        "data.val_files": tmp_path / "train.jsonl",
+        "trainer.best_metric": "val/nll",
+        "trainer.val_before_train_samples": 2,
+    }
+    assert sft(tmp_path, embedded_task, **{"trainer.project_name": "a-very-secret-value"}, **validation) == 0
     assert make.main([str(tmp_path / "run"), "--step", "4"]) == 0
     file = tmp_path / "run" / "capsule_step_4.json"
     assert make.main([str(tmp_path / "run"), "--step", "9"]) == 1

@@ -86,6 +86,7 @@ def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_o
     # The folders of the user's own run stay as they are; other recipes do not know these keys.
     folders_of_rl = {"trainer.rollout_data_dir=null", "trainer.validation_data_dir=null", "trainer.record_batch_dir=null"}
     assert folders_of_rl <= set(seen[0])
+    assert "trainer.best_metric=null" in seen[0], "nothing is validated"
     with pytest.raises(SystemExit):
         verify_resume.main(["--folder", str(tmp_path / "b"), "sft", "trainer.seed=1"])
     assert not folders_of_rl & set(seen[1])

@@ -1,5 +1,6 @@
 """The loop: what each switch of the configuration does to a run."""
 
+import json
 import shutil
 from contextlib import contextmanager
 
@@ -408,6 +409,19 @@ def test_val_only_validates_and_trains_nothing(embedded_config):
     (row,) = train(embedded_config("trainer.val_only=true", "trainer.val_before_train=false"), POOL, HYBRID)
     assert row["step"] == 0
     assert any(name.startswith("val-core/") for name in row)
+
+
+def test_a_reward_of_the_judges_own_does_not_hide_in_validation(embedded_config, tmp_path):
+    def judge(data_source, solution_str, ground_truth):
+        return {"score": 0.5, "reward": 3.0}
+
+    config = embedded_config("trainer.val_only=true", f"trainer.validation_data_dir={tmp_path}")
+    judges = RewardManager(hf_tokenizer(str(config.actor_rollout_ref.model.path)), 0, compute_score=judge)
+    (row,) = train(config, POOL, HYBRID, val_reward_fn=judges)
+    assert {row[name] for name in row if name.endswith("/said_reward/mean@1")} == {3.0}
+    assert {row[name] for name in row if name.endswith("/reward/mean@1")} == {0.5}
+    written = json.loads((tmp_path / "0.jsonl").read_text().splitlines()[0])
+    assert (written["score"], written["reward"], written["said_reward"]) == (0.5, 0.5, 3.0)
 
 
 def test_resuming_from_a_named_checkpoint_and_refusing_a_folder_that_is_none(embedded_config, tmp_path):

@@ -47,6 +47,19 @@ def test_what_has_no_score_is_written_without_one(tmp_path):
     assert [(line["output"], line["score"], line["turns"]) for line in lines] == [("1", 0, 1), ("2 2", None, None)]
 
 
+def test_what_a_reward_calls_as_the_file_calls_its_own_is_kept_under_another_name(tmp_path):
+    batch = make_batch([(1,), (2, 2)])
+    batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(3)))
+    said = {"step": ["a", None], "input": [1, 2], "output": [3, 4], "gts": [5, 6], "score": [0.0, 0.0], "other": [7, 8]}
+    write_samples(str(tmp_path), 3, batch, said, Words())
+    first = json.loads((tmp_path / "3.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["output"], first["score"]) == (3, "1", 0)
+    assert {name: value for name, value in first.items() if name.startswith("said_")} == {
+        "said_step": "a", "said_input": 1, "said_output": 3, "said_gts": 5,
+    }  # fmt: skip
+    assert first["other"] == 7
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
 def test_a_full_disk_is_said_with_the_file(tmp_path):
     batch = make_batch([(1,), (2, 2)])
