@@ -124,7 +124,7 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
         f"data.train_files={folder / 'rows.jsonl'}", "data.val_files=null", f"trainer.default_local_dir={folder / 'run'}",
         "trainer.logger=[console]", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.worker_group=local",
         "trainer.device=auto", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=0",
-        "trainer.on_nonfinite=stop",
+        "trainer.on_nonfinite=stop", "trainer.best_metric=null",
     ]  # fmt: skip
     if (episodes := capsule.get("episodes")) is not None:
         lines = [episodes["kinds"], *episodes["played"]]

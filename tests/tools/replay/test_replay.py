@@ -110,6 +110,17 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
     assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
 
 
+def test_a_run_that_keeps_its_best_checkpoint_by_a_validation_is_replayed_without_one(
+    embedded_task: Any, tmp_path: Path, capsys: Any
+) -> None:
+    validated = {"data.val_files": tmp_path / "train.jsonl", "trainer.best_metric": "val/nll", "trainer.best_is_lowest": "true"}
+    assert sft(tmp_path, embedded_task, **validated, **{"trainer.test_freq": 1, "trainer.total_training_steps": 2}) == 0
+    assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
+    capsys.readouterr()
+    assert replay.main([str(tmp_path / "run" / "capsule_step_2.json")]) == 0
+    assert "step 2: as it was" in capsys.readouterr().out
+
+
 def test_the_first_metric_that_differs_is_named() -> None:
     was = {"step": 1, "a": 1.0, "timing_s/step": 3.0, "b": 2.0, "c": float("nan")}
     assert first_difference(was, {"a": 1.00001, "b": 2.0, "c": float("nan")}, 1e-4) is None
