@@ -117,7 +117,7 @@ def _short(run_dir: Path, steps: int, recipe: str) -> list[str]:
     keys = [
         f"trainer.default_local_dir={run_dir}", f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.test_freq=0",
         "trainer.val_before_train=false", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=auto", "trainer.resume_from_path=null",
-        "trainer.logger=[console]",
+        "trainer.logger=[console]", "trainer.best_metric=null",
     ]  # fmt: skip
     return keys if recipe in _WITHOUT_SAMPLES else [*keys, *(f"trainer.{name}=null" for name in _FOLDERS)]
 
