@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+import lockstep
 from lockstep import cli
 
 
@@ -44,3 +45,8 @@ def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] in ("0", "141")
+
+
+def test_the_package_is_run_as_the_command():
+    ran = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{lockstep.__version__}\n", "")

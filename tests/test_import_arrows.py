@@ -139,7 +139,7 @@ COMPOSITION_ROOTS = (
     "trainer/setup", "tools/reward_check/command", "tools/compare",
     "tools/doctor/command", "tools/doctor/parts", "tools/doctor/selftest", "tools/doctor", "cli",
     "trainer/setup", "tools/reward_check/command", "tools/compare", "tools/replay", "tools/replay/make", "cli",
-    "__init__",
+    "__main__", "__init__",
 )  # fmt: skip
 
 

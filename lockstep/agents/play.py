@@ -134,13 +134,14 @@ class Player:
     async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
         limits, bridge = self._limits, task.bridge
         turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
-        self._shorten(turn, limits.max_prompt_tokens or self._engine.context)
+        self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
         with _refusals():
             text = bridge.start_text(turn.messages)
         new, previous = await Encoded(bridge, text), None
         if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
             raise EnvironmentFailed(
-                f"the first messages have {len(new)} tokens or more, tools included; data.max_prompt_length={limits.max_prompt_tokens}"
+                f"the first messages have {len(new)} tokens or more, tools included, and data.max_prompt_length="
+                f"{limits.max_prompt_tokens}; raise it (data.filter_overlong_prompts and data.truncation look at the prompts alone)"
             )
         episode = Episode(list(new), seed=task.seed)
         episode.add_turn(turn)
@@ -231,16 +232,17 @@ class Player:
             calls = calls[:1]
         return Action(text, parsed.content, calls, faults, is_cut=completion.finish_reason == "length")
 
-    def _shorten(self, turn: Turn, room: int | None) -> None:
+    def _shorten(self, turn: Turn, room: int | None, is_first: bool = False) -> None:
         """Cut off what the turn's messages have over the limit; or, where there is none, over `room`, in which they cannot fit in any case:
-        gigabytes are not tokenised."""
-        most = self._limits.max_observation_tokens or room
+        gigabytes are not tokenised. The first messages are the question: they have no such limit."""
+        limit = None if is_first else self._limits.max_observation_tokens
+        most = limit or room
         if most is not None:
-            turn.messages = [self._cut(message, most) for message in turn.messages]
+            turn.messages = [self._cut(message, most, measures=limit is not None) for message in turn.messages]
 
-    def _cut(self, message: Message, most: int) -> Message:
+    def _cut(self, message: Message, most: int, measures: bool) -> Message:
         content, possible = message["content"], (most + 1) * self._longest_token
-        if self._limits.max_observation_tokens is None and len(content) <= possible:
+        if not measures and len(content) <= possible:
             return message
         ids = self._tokenizer(content[:possible], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) <= most and len(content) <= possible:

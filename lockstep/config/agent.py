@@ -36,7 +36,8 @@ class AgentConfig:
     max_turn_tokens: int | None = None
     """Most tokens of one turn of the policy. Null: what is left of data.max_response_length, which is for the whole episode."""
     max_observation_tokens: int | None = None
-    """Most tokens of one message of the environment; the rest is cut off, and the message says so."""
+    """Most tokens of one message of the environment after the first ones (data.max_prompt_length); the rest is cut off, and the message
+    says so."""
     max_environments: int = 64
     """Episodes that are played at once in each worker. An environment whose class another process can find has a process of its own."""
     step_timeout_s: float = 60.0

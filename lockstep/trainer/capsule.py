@@ -51,7 +51,8 @@ def write_capsule(run: Run, step: int, failure: str | None = None, path: Path | 
         raise DataError(f"{run_dir / 'metrics.jsonl'} has no step {step}")
     dataset, schedule = run.training_data()
     first = state.get("num_prompt_batches", state["global_steps"])
-    last = run._position() if failure is not None else first + (step - state["global_steps"]) * _batches_per_step(run.config)
+    taken = _batches_taken(run.config, metrics, step - state["global_steps"], schedule.steps_per_epoch)
+    last = run._position() if failure is not None else first + taken
     positions = range(first, max(last, first + 1))
     capsule = {
         "lockstep_capsule": FORMAT,
@@ -126,10 +127,13 @@ def _episodes(folder: Path, positions: range, left_out: list[int]) -> dict[str, 
     return {"kinds": json.loads((folder / "kinds.json").read_text()), "played": list(map(json.loads, lines))} if lines else None
 
 
-def _batches_per_step(config: Any) -> int:
-    """The most batches of prompts that a step takes."""
+def _batches_taken(config: Any, metrics: list[dict[str, Any]], num_steps: int, per_epoch: int) -> int:
+    """The batches of prompts that these steps took; for a step whose metrics are lost, the most that one takes."""
     groups = getattr(getattr(config, "algorithm", None), "filter_groups", None)
-    return max(1, groups.max_num_gen_batches) if groups is not None and groups.enable else 1
+    if groups is None or not groups.enable:
+        return num_steps
+    known = [int(row["training/num_gen_batches"]) for row in metrics if "training/num_gen_batches" in row]
+    return sum(known) + (num_steps - len(known)) * (groups.max_num_gen_batches or per_epoch)
 
 
 def _logged(run_dir: Path) -> list[dict[str, Any]]:

@@ -166,6 +166,9 @@ def test_budgets_end_an_episode_as_length(engine, tokenizer, bridge):
     (cut,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, 10, 4, 30.0, 100.0, 0))
     assert cut.turns == 2
     assert "yyyyyyyyyy... (99990 more characters were cut off)" in tokenizer.decode(cut.ids)
+    (asked,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, 1, 4, 30.0, 100.0, 0))
+    (whole,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, None, 4, 30.0, 100.0, 0))
+    assert asked.messages[0] == whole.messages[0]  # the question is no observation
 
 
 def test_an_error_of_the_engine_ends_the_call_and_the_threads_of_environments(engine, tokenizer, bridge, monkeypatch):
@@ -247,7 +250,7 @@ def test_a_call_that_cannot_be_recorded_is_not_made_and_the_policy_is_told(engin
 def test_first_messages_that_are_too_long_are_said_to_be(engine, tokenizer, bridge):
     limits = Limits(8, 12, None, 4, 30.0, 100.0, 0, max_prompt_tokens=5)
     (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)], limits)
-    assert "data.max_prompt_length=5" in lost.error
+    assert "data.max_prompt_length=5; raise it" in lost.error
 
 
 def test_messages_that_the_template_refuses_are_the_environments_failure(engine, tokenizer, bridge, monkeypatch):

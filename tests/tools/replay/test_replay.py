@@ -115,6 +115,39 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
     assert "step 2: as it was\nstep 3: as it was" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("most", [0, 7])  # 0: the batches of an epoch
+def test_a_step_that_took_several_batches_of_prompts_is_replayed_with_their_rows(
+    embedded_task: Any, tmp_path: Path, capsys: Any, most: int
+) -> None:
+    arguments = [
+        f"actor_rollout_ref.model.path={embedded_task.model}", f"data.train_files={embedded_task.train_file}", "data.val_files=null",
+        "data.max_prompt_length=16", "data.max_response_length=12", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.temperature=0.5", "algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true",
+        f"algorithm.filter_groups.max_num_gen_batches={most}", "trainer.total_training_steps=2", "trainer.save_freq=2",
+        f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu",
+    ]  # fmt: skip
+    assert main_ppo.main(arguments) == 0
+    assert make.main([str(tmp_path), "--step", "2"]) == 0
+    capsule = json.loads((tmp_path / "capsule_step_2.json").read_text())
+    taken = sum(row["training/num_gen_batches"] for row in capsule["metrics"])
+    assert taken > 2
+    assert len(capsule["rows"]) == 4 * taken
+    capsys.readouterr()
+    assert replay.main([str(tmp_path / "capsule_step_2.json")]) == 0
+    assert "step 1: as it was\nstep 2: as it was" in capsys.readouterr().out
+
+
+def test_a_run_that_keeps_its_best_checkpoint_by_a_validation_is_replayed_without_one(
+    embedded_task: Any, tmp_path: Path, capsys: Any
+) -> None:
+    validated = {"data.val_files": tmp_path / "train.jsonl", "trainer.best_metric": "val/nll", "trainer.best_is_lowest": "true"}
+    assert sft(tmp_path, embedded_task, **validated, **{"trainer.test_freq": 1, "trainer.total_training_steps": 2}) == 0
+    assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
+    capsys.readouterr()
+    assert replay.main([str(tmp_path / "run" / "capsule_step_2.json")]) == 0
+    assert "step 2: as it was" in capsys.readouterr().out
+
+
 def test_the_first_metric_that_differs_is_named() -> None:
     was = {"step": 1, "a": 1.0, "timing_s/step": 3.0, "b": 2.0, "c": float("nan")}
     assert first_difference(was, {"a": 1.00001, "b": 2.0, "c": float("nan")}, 1e-4) is None

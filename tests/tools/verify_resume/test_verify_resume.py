@@ -90,6 +90,8 @@ def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_o
     with pytest.raises(SystemExit):
         verify_resume.main(["--folder", str(tmp_path / "b"), "sft", "trainer.seed=1"])
     assert not folders_of_rl & set(seen[1])
+    # Nothing is validated, so no checkpoint can be the best by a validation.
+    assert {"trainer.test_freq=0", "trainer.best_metric=null"} <= set(seen[0]) & set(seen[1])
     assert verify_resume.main(["gropo", "trainer.seed=1"]) == 1
     assert "error: 'gropo' is neither key=value nor a training command: ppo, sft" in capsys.readouterr().err
 
