@@ -50,8 +50,7 @@ def stored(key: Tensor, value: Tensor, kept: str) -> tuple[Tensor, Tensor]:
 
 def small_pages(pages: tuple[Tensor, Tensor], kept: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Pages [pages, page_size, kv_heads, D] and their scales, as the caches have them. What is NaN has a scale that is."""
-    made = _float8(pages) if kept == "fp8" else _k8v4(pages)
-    return made
+    return _float8(pages) if kept == "fp8" else _k8v4(pages)
 
 
 def plain_pages(pages: tuple[Tensor, Tensor], scales: Tensor, kept: str) -> tuple[Tensor, Tensor]:

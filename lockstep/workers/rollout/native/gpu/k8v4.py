@@ -4,9 +4,9 @@
 
 A key is (byte - 128) times its scale, which takes the head's largest number to 127. A value is (code - zero) times its scale: codes are 0
 to 15, and `zero`, a multiple of 1/2, is the code that stands for 0, so that numbers of both signs, or mostly of one, use all codes. A key's
-scale is a bfloat16 number, a value's has eight bits of exponent and three of mantissa, and both are rounded up, so that nothing is cut off
-(but what half a code's rounding of the zero takes at one end). A head that is not finite has a scale that is NaN, and so has all that reads
-it.
+scale is a bfloat16 number, a value's has eight bits of exponent and three of mantissa, and both are rounded up, so that nothing is cut off,
+but for what rounding the zero takes at one end: a quarter of a scale. A head that is not finite has a scale that is NaN, and so has all
+that reads it.
 
 Scales and zero lie together in 32 bits, which kernels read as one int32: the key's scale is the lower half; in the upper one are the
 value's scale and twice the zero (5 bits). Four values lie in 16 bits, number 4 i of a head lowest.
@@ -39,8 +39,8 @@ def k8v4_at(k_pages: Tensor, v_pages: Tensor, scales: Tensor, slots: Tensor, dty
 @triton.jit
 def rounded_up(x, BITS: tl.constexpr):
     """The least numbers with so many bits of mantissa that are no smaller than the positive float32 numbers x."""
-    KEPT: tl.constexpr = 23 - BITS
-    return (((x.to(tl.int32, bitcast=True) + ((1 << KEPT) - 1)) >> KEPT) << KEPT).to(tl.float32, bitcast=True)
+    DROPPED: tl.constexpr = 23 - BITS
+    return (((x.to(tl.int32, bitcast=True) + ((1 << DROPPED) - 1)) >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -101,11 +101,13 @@ def value_half(scale, zero):
 
 @triton.jit
 def value_scale(packed):
+    """Of the int32 of tokens; `float8.key_scale` reads the other half."""
     return ((packed >> 1) & 0x7FF00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def value_zero(packed):
+    """The code that stands for 0."""
     return ((packed >> 16) & 31).to(tl.float32) * 0.5
 
 

@@ -28,8 +28,9 @@ def _store_new(
     heads, KP, VP, SCALES, slot, kv_head, scale, is_last,
     KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The same in eight bits; the value's scale; and queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest
-    number is about 1, with the scale that scores then have."""
+    """The split that the new token falls into stores its key and value. Returns its score, the first peak, the value's codes and their
+    scale; queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest number is about 1, and the scale that scores
+    then have."""
     q1, q2, k1, k2, v = heads
     H2: tl.constexpr = D // 2
     d = tl.arange(0, HALF)
@@ -59,7 +60,7 @@ def over_float8_pages(
     PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
     TYPE: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same over float8 pages. Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and
+    """As `over_pages`. Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and
     another token's numbers begin, only scales are masked: all numbers are finite."""
     row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
     t = tl.arange(0, TILE)

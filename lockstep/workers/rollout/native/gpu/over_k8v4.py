@@ -34,7 +34,7 @@ def _store_new(
     heads, KP, VP, SCALES, slot, kv_head, scale, is_last,
     KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The split that the new token falls into stores its key and value. Returns its score, the first peak, the value without its scale and
+    """The split that the new token falls into stores its key and value. Returns its score, the first peak, the value over its scale, and
     that scale; queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest number is about 1, by how much scores
     are too large then, and their scale."""
     q1, q2, k1, k2, v = heads

@@ -55,7 +55,7 @@ def values_at(
     VP, head, first, t, d, mask, packed,
     KV_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Likewise."""
+    """Likewise. Where values are codes, all of them are finite, and only their scales are masked."""
     if KEPT == "k8v4":
         QUADS: tl.constexpr = D // 4
         quads = VP.to(tl.pointer_type(tl.int16), bitcast=True) + (head // 2 + first * QUADS)
