@@ -45,17 +45,11 @@ class StepTrace:
         """How often a padded block was made a column."""
         return sum(self.calls[name] for name in UNPADS)
 
-    @property
-    def num_lines(self) -> int:
-        """Lines of the files that were touched."""
-        return sum(len(Path(file).read_text().splitlines()) for file in self.files)
-
     def report(self) -> str:
         """The numbers, and the path to the formula."""
         return "\n".join(
             [
-                f"{len(self.path)} frames from fit to the formula, {self.pads} pads, {self.unpads} unpads, {self.packs} packs, "
-                f"{len(self.files)} files of {self.num_lines} lines",
+                f"{len(self.path)} frames from fit to the formula, {self.pads} pads, {self.unpads} unpads, {self.packs} packs",
                 *(f"  {n:2} {frame}" for n, frame in enumerate(self.path, 1)),
                 *(f"  {file.removeprefix(PACKAGE)}" for file in sorted(self.files)),
             ]
