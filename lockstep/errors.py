@@ -10,11 +10,12 @@ LockstepError
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
  |- NumericalError   (ArithmeticError) a loss, gradient or log-prob is not finite
  |- Alarmed          (RuntimeError)  an alarm of learning ended the run (trainer.on_alarm=stop); its exit status is 3
- |- Stopped          (RuntimeError)  SIGTERM or SIGINT ended the run; its exit status is 128 + the signal's number
  |- WeightSyncError  (RuntimeError)  weights did not reach the engine that generates whole and unchanged
  '- WorkerError      (RuntimeError)  a worker raised; carries the worker's own traceback
      |- WorkerDied                   its process ended
      '- WorkerTimeout                it did not answer before the deadline
+
+Stopped (BaseException, as KeyboardInterrupt)  SIGTERM or SIGINT ended the run; its exit status is 128 + the signal's number
 ```
 
 The command line prints a `LockstepError` as one message and exits with its `exit_status`: 1, or as said above; any other exception is a
@@ -79,8 +80,11 @@ class Alarmed(LockstepError, RuntimeError):
         return 3
 
 
-class Stopped(LockstepError, RuntimeError):
-    """A signal ended the run. `signum` is its number; the message says what was saved."""
+class Stopped(BaseException):
+    """A signal ended the run. `signum` is its number; the message says what was saved.
+
+    It is no Exception, so that `except Exception` and `except RuntimeError` around a load or a save do not turn it into their own error.
+    """
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(signum, message)
@@ -91,7 +95,7 @@ class Stopped(LockstepError, RuntimeError):
 
     @property
     def exit_status(self) -> int:
-        """See LockstepError."""
+        """What the command line exits with."""
         return 128 + self.signum
 
 

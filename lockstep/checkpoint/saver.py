@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import Entry
-from lockstep.errors import DataError, ResourceError, Stopped
+from lockstep.errors import DataError, ResourceError
 
 _POLL_S = (0.01, 0.5)
 
@@ -57,8 +57,6 @@ class Saver:
                 for path in durable:
                     folders.sync(path)
                 folders.publish(draft, self._collect(draft, reports))
-            except Stopped:
-                raise
             except Exception as error:
                 self._error = error
                 shutil.rmtree(draft, ignore_errors=True)  # at once: metrics need some of the space

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import ConfigError, ResourceError, Stopped
+from lockstep.errors import ConfigError, ResourceError
 from lockstep.observability.dashboards import DASHBOARDS, Samples, check_installed
 from lockstep.utils.files import load_reference
 
@@ -118,8 +118,6 @@ class Tracking:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Stopped:
-                raise
             except Exception as error:
                 if tracker is self._file:
                     text = f"metrics.jsonl was not written at step {step}; its lines are written as soon as they can be: {error!r}"

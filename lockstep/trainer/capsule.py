@@ -28,7 +28,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import MANIFEST, entry_of
 from lockstep.config.secrets import redacted
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import ConfigError, DataError, Stopped
+from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lockstep.trainer.run import Run
@@ -84,8 +84,6 @@ def keep_failed_step(run: Run, error: Exception) -> None:
     try:
         path = write_capsule(run, step, str(error))
         run.display.message(f"the step is in {path}: lockstep replay {path}")
-    except Stopped:
-        raise
     except Exception as failure:  # the step's own error is what the user has to see
         run.display.message(f"warning: no capsule of step {step} was written: {failure}")
 

@@ -15,6 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -210,15 +211,9 @@ class Run(ABC):
             if self._is_alarmed:
                 self.alarms.stop(self._ended)
             return self._result()
-        except Stopped:
-            raise
         except Exception as error:
-            try:  # what the last step was saved as is not lost to an error of the next
+            with suppress(Exception):  # the error of this step must not lose the checkpoint of the last one
                 self._end_save()
-            except Stopped:
-                raise
-            except Exception:
-                pass
             if is_nonfinite(error):
                 from lockstep.trainer.capsule import keep_failed_step
 

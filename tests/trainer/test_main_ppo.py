@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import sys
 
 import pyarrow as pa
@@ -141,6 +143,34 @@ def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp
     assert len(message) < 700
     for part in expected:
         assert part in message, message
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        "transformers.AutoTokenizer.from_pretrained",
+        "lockstep.rewards.manager.RewardManager.check",
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        "transformers.AutoModelForTokenClassification.from_pretrained",
+        "lockstep.models.load.check_packing",
+    ],
+)
+def test_sigterm_ends_a_run_with_143_whatever_is_being_loaded(good, monkeypatch, capsys, loads):
+    """Libraries and our own code around them make errors of their own of every exception that they can catch."""
+    before, sent = signal.getsignal(signal.SIGTERM), []
+
+    def interrupted(*args, **kwargs):
+        sent.append(loads)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("the signal came too late")
+
+    monkeypatch.setattr(loads, interrupted)
+    try:
+        assert main_ppo.main([f"{key}={value}" for key, value in good.items()]) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sent == [loads]
+    assert capsys.readouterr().err.startswith("SIGTERM: ended while no step was being done")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
