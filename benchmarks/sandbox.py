@@ -25,9 +25,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lockstep.rewards.graders.code import compute_score  # noqa: E402
-from lockstep.rewards.sandbox import Limits, LocalSandbox  # noqa: E402
-from lockstep.rewards.sandbox.isolation import _inside, find_isolation  # noqa: E402
+from lockstep.judging.code import compute_score  # noqa: E402
+from lockstep.judging.sandbox import Limits, LocalSandbox  # noqa: E402
+from lockstep.judging.sandbox.isolation import _inside, find_isolation  # noqa: E402
 
 SMALL = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\nassert add('a', 'b') == 'ab'\n"
 

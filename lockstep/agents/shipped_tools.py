@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.tools import ToolError
 
 if TYPE_CHECKING:
-    from lockstep.rewards.sandbox import Sandbox
+    from lockstep.judging import Sandbox
 
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
@@ -79,6 +79,6 @@ def python(code: str) -> str:
 
 @functools.cache
 def _sandbox() -> Sandbox:
-    from lockstep.rewards.sandbox import default_sandbox
+    from lockstep.judging import default_sandbox
 
     return default_sandbox()

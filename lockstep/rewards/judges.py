@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, MissingReward
-from lockstep.rewards.graders import _select_rm_score_fn, code
+from lockstep.rewards.graders import _select_rm_score_fn
 
 RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
 JudgeWeights = Mapping[str, float]
@@ -110,6 +110,8 @@ class Judges:
         Raises MissingReward, DataError where a rule has no data_source, and ConfigError for a function with an argument that nobody gives.
         """
         if judge == SANDBOX:
+            from lockstep.judging import code
+
             function: Callable[..., Any] = code.compute_score
         else:
             function = self._rule(data_source) if judge == RULE else self.functions[judge]

@@ -15,11 +15,11 @@ from torch import Tensor
 from lockstep.config.reward import RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, RewardError
+from lockstep.judging import Sandbox, default_sandbox
 from lockstep.protocol import Column, DataProto, Ragged
 from lockstep.rewards.examples import print_examples
 from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
-from lockstep.rewards.sandbox import Sandbox, default_sandbox
 from lockstep.rewards.scoring import ComputeScore, ScoringPool
 
 if TYPE_CHECKING:

@@ -128,8 +128,8 @@ def sampled_answers(config: SFTConfig, tokenizer: Any) -> Iterator[SampledAnswer
 
 def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
     """The arguments of RewardManager that the config decides."""
+    from lockstep.judging import make_sandbox
     from lockstep.rewards.graders import register_score
-    from lockstep.rewards.sandbox import make_sandbox
     from lockstep.utils.files import load_object
 
     custom = reward.custom_reward_function

@@ -2,7 +2,8 @@
 
 import sys
 
-from lockstep.rewards.graders import code, default_compute_score, exact_match, gsm8k, math, multiple_choice, register_score
+from lockstep.judging import code, math
+from lockstep.rewards.graders import default_compute_score, exact_match, gsm8k, multiple_choice, register_score
 
 __all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
 

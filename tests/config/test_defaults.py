@@ -11,8 +11,8 @@ from pathlib import Path
 import lockstep
 from lockstep.config.reference import keys
 from lockstep.config.reward import SandboxConfig
-from lockstep.rewards.sandbox.base import Limits
-from lockstep.rewards.sandbox.make import make_sandbox
+from lockstep.judging.sandbox.base import Limits
+from lockstep.judging.sandbox.make import make_sandbox
 
 PACKAGE = Path(lockstep.__file__).parent
 SUFFIXES = ("_s", "_timeout", "_rate")
@@ -37,7 +37,7 @@ ALLOWED = {
     "workers/engine/megatron/engine.py MegatronEngine.forward_backward.temperature": "a value model has none",
     "workers/engine/torchtitan/engine.py TorchtitanEngine.forward_backward.temperature": "a value model has none",
     "workers/engine/torchtitan/model.py Question.temperature": "a value model has none",
-    "rewards/graders/math.py compute_score.timeout_s": "of one comparison inside a call that reward.timeout_s bounds",
+    "judging/math/__init__.py compute_score.timeout_s": "of one comparison inside a call that reward.timeout_s bounds",
     "observability/statistics.py flip_test.seed": "a test of a difference gives the same answer whenever it is asked",
     # Users write these calls without the argument.
     "agents/gym_text.py GymText.__init__.name": "a game; not the name of anything configured",
@@ -53,7 +53,7 @@ ROOMS = {
     "compat/": "other libraries' functions have those libraries' defaults",
     "tools/evaluate/": "a command without a configuration: its options have defaults of their own (docs/eval.md)",
     "tools/serve/": "likewise (docs/serve.md)",
-    "rewards/sandbox/": "a library that imports nothing of ours and is used alone; the test below compares",
+    "judging/sandbox/": "a library that imports nothing of ours and is used alone; the test below compares",
 }
 """Folder -> why it may have defaults."""
 

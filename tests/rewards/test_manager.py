@@ -261,7 +261,7 @@ def test_a_row_with_test_cases_is_judged_in_the_sandbox_and_a_rule_and_the_sandb
 
 
 def test_programs_run_in_the_real_sandbox():
-    sandbox = pytest.importorskip("lockstep.rewards.sandbox")
+    sandbox = pytest.importorskip("lockstep.judging.sandbox")
     if not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
     manager = RewardManager(TOKENIZER, num_examine=0, make_sandbox=sandbox.default_sandbox)

@@ -21,10 +21,10 @@ from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.reward import OverlongConfig
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.errors import ConfigError, RewardError
+from lockstep.judging import last_boxed
 from lockstep.observability.spans import StageTimer
 from lockstep.observability.trackers import Tracking as OurTracking
 from lockstep.protocol import DataProto
-from lockstep.rewards.graders.math import last_boxed
 from lockstep.rewards.manager import RewardManager
 from lockstep.single_controller.base import Dispatch, ResourcePool
 from lockstep.single_controller.base.dispatch import balanced_partition

@@ -7,7 +7,7 @@ original files of hendrycks/math (one JSON object a file, in train/ and test/, a
 import pyarrow as pa
 
 from lockstep.data.preprocess.recipe import REWARD_MODEL, Recipe, SourceRow, UnusableRow, WrittenRow, ask, text
-from lockstep.rewards.graders.math import last_boxed
+from lockstep.judging import last_boxed
 
 INSTRUCTION = r"Reason step by step, and state the final answer once, at the end, inside \boxed{}."
 

@@ -2,7 +2,7 @@
 
 A rule is a function (solution_str, ground_truth) -> float, or a dict with "score". It may name more parameters, such as `extra_info`; it is
 given those it names. To add one, write a file here and a line in `_RULES`, or decorate a function with `register_score`, or name a file of
-your own in `reward.rules`.
+your own in `reward.rules`. Rules for code and mathematics are in `lockstep.judging`, which is imported when a row needs one of them.
 """
 
 import difflib
@@ -12,34 +12,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.errors import MissingReward
-from lockstep.rewards.graders import code, competition, exact_match, geometry, gsm8k, math, multiple_choice, question
+from lockstep.rewards.graders import exact_match, gsm8k, multiple_choice, question
 
 Rule = Callable[..., Any]
 """(solution_str=, ground_truth=, ...) -> a number, or a dict with "score"; sync or async."""
 
-__all__ = ["code", "default_compute_score", "exact_match", "gsm8k", "math", "multiple_choice", "register_score"]
+__all__ = ["default_compute_score", "exact_match", "gsm8k", "multiple_choice", "register_score"]
 
 _CODE = (
     "openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp", "apps", "codeparrot/apps",
     "codecontests", "code_contests", "deepmind/code_contests", "codeforces", "taco", "BAAI/TACO",
 )  # fmt: skip
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule | str] = {
     "openai/gsm8k": gsm8k.compute_score,
-    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math.compute_score),
-    **dict.fromkeys(("deepscaler*", "math-ai/*", "MATH-500"), math.compute_score),
-    "numina_*": competition.numina,
-    **dict.fromkeys(("math", "math_dapo*", "aime*"), competition.compute_score),
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math.compute_score"),
+    **dict.fromkeys(("deepscaler*", "math-ai/*", "MATH-500"), "math.compute_score"),
+    "numina_*": "competition.numina",
+    **dict.fromkeys(("math", "math_dapo*", "aime*"), "competition.compute_score"),
     "searchR1_*": question.compute_score,
-    "hiyouga/geometry3k": geometry.compute_score,
+    "hiyouga/geometry3k": "geometry.compute_score",
     "Rowan/hellaswag": multiple_choice.compute_score,
     "lockstep/reverse": exact_match.compute_score,
-    **dict.fromkeys(_CODE, code.compute_score),
+    **dict.fromkeys(_CODE, "code.compute_score"),
 }
-"""data_source -> rule; one that ends in * stands for all that begin so."""
-_CHECKS: dict[Rule, Callable[[], None]] = dict.fromkeys(
-    (math.compute_score, competition.compute_score, competition.numina, geometry.compute_score), math.check
-)
-"""Rule -> what raises when the rule cannot work on this machine."""
+"""data_source, or the beginning of it and a *, -> its rule. A text names a rule of `lockstep.judging`: module.function."""
 
 
 def register_score(data_source: str) -> Callable[[Rule], Rule]:
@@ -70,9 +66,18 @@ def _select_rm_score_fn(data_source: str) -> Rule:
             "file.py:function, or one for all rows in reward.custom_reward_function.path, or use register_score"
         )
     rule = _RULES[known]
-    if rule in _CHECKS:
-        _CHECKS[rule]()
-    return rule
+    return _from_judging(rule) if isinstance(rule, str) else rule
+
+
+def _from_judging(rule: str) -> Rule:
+    """Return the rule of `lockstep.judging` that `rule` names; raise MissingExtra if it needs a package that is not installed."""
+    from lockstep import judging
+
+    module_name, _, function = rule.partition(".")
+    if module_name != "code":
+        judging.math.check()
+    found: Rule = getattr(getattr(judging, module_name), function)
+    return found
 
 
 def default_compute_score(

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _sandbox(has_bwrap: bool) -> Iterator[Finding]:
     """Whether programs run isolated; where bubblewrap is missing that is said above, and is no fault."""
-    from lockstep.rewards.sandbox import make_sandbox
+    from lockstep.judging import make_sandbox
 
     if not has_bwrap:
         yield "sandbox", True, "not tried without bubblewrap: code rewards refuse to run programs"

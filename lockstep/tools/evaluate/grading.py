@@ -7,7 +7,7 @@ read. They run in the reward's worker processes, so this file imports little.
 import re
 from typing import Any
 
-from lockstep.rewards.graders import code, math
+from lockstep.judging import code, math
 from lockstep.rewards.graders import gsm8k as gsm8k_grader
 
 MATH_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow, Writ
 from lockstep.data.preprocess.sources import SourceFiles, find_files
 from lockstep.data.preprocess.writing import Account, where_of
 from lockstep.errors import DataError
-from lockstep.rewards.graders import math
+from lockstep.judging import math
 from lockstep.tools.evaluate import grading
 from lockstep.tools.evaluate.question import Question, digest
 

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.errors import RewardError
 from lockstep.rewards.killable import KillableWorker
 
-_RULES = "lockstep.rewards.graders."
+_RULES = ("lockstep.rewards.graders.", "lockstep.judging.")
 _PROGRAM_KEYS = ("solution", "canonical_solution", "reference_solution", "code", "solutions")
 GoldResponse = Callable[[Any, Mapping[str, Any]], str | None]
 
@@ -44,8 +44,9 @@ def gold_response(
             if not isinstance(said, str | None):
                 raise RewardError(f"gold_response of {module} must return a text or None, not {said!r:.100}")
             return said
-        if module.removeprefix(_RULES) in _BUILDERS:
-            return _BUILDERS[module.removeprefix(_RULES)](ground_truth, extra)
+        name = module.rpartition(".")[2]
+        if module.startswith(_RULES) and name in _BUILDERS:
+            return _BUILDERS[name](ground_truth, extra)
     return _as_text(ground_truth, extra)
 
 

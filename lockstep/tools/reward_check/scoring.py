@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from lockstep.errors import MissingExtra, MissingReward
+from lockstep.judging import extract_program, parses
 from lockstep.rewards.graders import _select_rm_score_fn
-from lockstep.rewards.graders.code import extract_program, parses
 from lockstep.rewards.judges import MODEL
 from lockstep.rewards.killable import KillableWorker
 from lockstep.rewards.manager import RewardManager

@@ -8,7 +8,7 @@ from helpers.rows import write_rows
 
 from lockstep.data.preprocess import humaneval, mbpp
 from lockstep.data.preprocess.recipe import UnusableRow
-from lockstep.rewards.graders.code import compute_score
+from lockstep.judging.code import compute_score
 
 SHARED = Path(__file__).parents[4] / "shared/data/code"
 HUMANEVAL = {

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from lockstep.errors import RewardError
-from lockstep.rewards.graders import exact_match, gsm8k, math, multiple_choice
-from lockstep.rewards.graders.math_spelling import spell
-from lockstep.rewards.graders.math_symbolic import SymbolicJudge
+from lockstep.judging import math
+from lockstep.judging.math.spelling import spell
+from lockstep.judging.math.symbolic import SymbolicJudge
+from lockstep.rewards.graders import exact_match, gsm8k, multiple_choice
 
 ENDINGS = {"endings": ["he runs", "she sits", "a dog barks", "it rains"]}
 RULES = {

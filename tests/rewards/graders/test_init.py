@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import MissingExtra
+from lockstep.judging import code, math
 from lockstep.rewards import graders
 from lockstep.rewards.graders import (
     _select_rm_score_fn,
-    code,
     default_compute_score,
     exact_match,
     gsm8k,
-    math,
     multiple_choice,
     register_score,
 )
@@ -94,5 +93,7 @@ def test_the_documented_rule_and_table_are_true(rules):
     rows = re.findall(r"^\| (`[^|]+`) \| `(\w+)` \|", table, re.MULTILINE)
     documented = {source: name for sources, name in rows for source in re.findall("`(.*?)`", sources)}
     assert documented == {
-        source: rule.__module__.rsplit(".", 1)[1] for source, rule in graders._RULES.items() if source != "my/data"
+        source: rule.split(".")[0] if isinstance(rule, str) else rule.__module__.rsplit(".", 1)[1]
+        for source, rule in graders._RULES.items()
+        if source != "my/data"
     }

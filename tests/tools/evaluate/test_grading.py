@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.rewards.sandbox import default_sandbox
+from lockstep.judging.sandbox import default_sandbox
 from lockstep.tools.evaluate.grading import competition_math, gsm8k, program
 
 
@@ -42,7 +42,7 @@ def test_mathematics_is_boxed_or_found(response, strict, flexible):
 
 
 def test_a_program_outside_a_fence_is_right_only_flexibly(monkeypatch):
-    monkeypatch.setattr("lockstep.rewards.graders.code.compute_score", lambda *args, **kwargs: {"score": 1.0, "reason": ""})
+    monkeypatch.setattr("lockstep.judging.code.compute_score", lambda *args, **kwargs: {"score": 1.0, "reason": ""})
     assert program("f = 1", {}, {"is_plain": False}) == {
         "score": 0.0, "strict": 0.0, "flexible": 1.0, "formatted": 0.0, "reason": "",
     }  # fmt: skip

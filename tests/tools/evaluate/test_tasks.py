@@ -105,7 +105,7 @@ def test_mathematics_is_asked_for_a_box(source):
 
 
 def test_a_task_that_cannot_be_judged_here_is_said_at_once(source, monkeypatch):
-    monkeypatch.setattr("lockstep.rewards.graders.math._has_math_verify", lambda: False)
+    monkeypatch.setattr("lockstep.judging.math._has_math_verify", lambda: False)
     with pytest.raises(MissingExtra, match="math-verify"):
         load_task("math", source(test=[MATH]), "chat", None, None)
 

@@ -51,7 +51,7 @@ def test_a_users_function_is_given_the_answer_of_known_data_or_the_ground_truth(
     assert gold_response([truth, gsm8k], "42", None, worker, timeout_s=5) == "#### 42"
     assert gold_response([truth], 42, None, worker, timeout_s=5) == "42"
     assert gold_response([truth], {"target": [1]}, None, worker, timeout_s=5) is None
-    assert gold_response([importlib.import_module(RULES + "code").compute_score], "{}", {}, worker, timeout_s=5) is None
+    assert gold_response([importlib.import_module("lockstep.judging.code").compute_score], "{}", {}, worker, timeout_s=5) is None
 
 
 def test_a_module_says_what_its_right_answer_is(tmp_path, worker):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lockstep.rewards.graders.code import extract_program
-from lockstep.rewards.sandbox import Limits, LocalSandbox
+from lockstep.judging.code import extract_program
+from lockstep.judging.sandbox import Limits, LocalSandbox
 from lockstep.tools.reward_check.fuzz import Earns
 from lockstep.tools.reward_check.traps import Traps
 
