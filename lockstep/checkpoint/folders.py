@@ -42,14 +42,10 @@ def publish(draft: Path, known: Mapping[str, Entry]) -> Path:
     write_manifest(draft, known)
     for path in (*draft.rglob("*"), draft):
         sync(path)
-    run_dir, final = draft.parent, draft.with_suffix("")
+    final = draft.with_suffix("")
     before = _rename_aside(final, "removed") if final.exists() else None
     draft.rename(final)
-    tracker = run_dir / f"{TRACKER}.incomplete"
-    tracker.write_text(final.name.removeprefix(_PREFIX))
-    sync(tracker)
-    tracker.rename(run_dir / TRACKER)
-    sync(run_dir)
+    _write_tracker(final)
     if before is not None:
         shutil.rmtree(before, ignore_errors=True)
     return final
@@ -160,6 +156,25 @@ def remove_leftovers(run_dir: Path) -> None:
     for pattern in ("incomplete", "removed"):
         for folder in run_dir.glob(f"{_PREFIX}*.{pattern}"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def repair_tracker(run_dir: Path) -> None:
+    """Let the tracker name the newest checkpoint: a run that was killed between two renames left it behind. Only for who has the folder's
+    lock."""
+    last, tracker = newest(run_dir), run_dir / TRACKER
+    if last is None or (tracker.is_file() and tracker.read_text() == last.name.removeprefix(_PREFIX)):
+        return
+    _write_tracker(last)
+
+
+def _write_tracker(checkpoint: Path) -> None:
+    """Name a checkpoint in the tracker of its run."""
+    run_dir = checkpoint.parent
+    draft = run_dir / f"{TRACKER}.incomplete"
+    draft.write_text(checkpoint.name.removeprefix(_PREFIX))
+    sync(draft)
+    draft.rename(run_dir / TRACKER)
+    sync(run_dir)
 
 
 def _rename_aside(folder: Path, why: str) -> Path:

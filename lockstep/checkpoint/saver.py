@@ -149,6 +149,8 @@ class Saver:
             while not report.is_file():
                 if self._cancelled.wait(pause):
                     raise ResourceError(self._reason)
+                if not draft.is_dir():  # then no report can come
+                    raise ResourceError(f"the folder {draft} was removed while the checkpoint was being written")
                 pause = min(2 * pause, longest)
             found = json.loads(report.read_text())
             report.unlink()

@@ -164,6 +164,7 @@ class Run(ABC):
                 folders.remove_leftovers(self.section.run_dir)
                 is_own = self.section.resume_mode == "auto" or self.num_restarts > 0
                 self._from = find_checkpoint(self.config, self.section, is_own, self.display.message)
+                folders.repair_tracker(self.section.run_dir)
             except BaseException:
                 self.close_folder()
                 raise

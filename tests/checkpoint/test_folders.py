@@ -1,9 +1,23 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.folders import STATE, TRACKER, make_draft, newest, newest_whole, prune, publish, read_state, write_state
+from lockstep.checkpoint import folders
+from lockstep.checkpoint.folders import (
+    STATE,
+    TRACKER,
+    make_draft,
+    newest,
+    newest_whole,
+    prune,
+    publish,
+    read_state,
+    repair_tracker,
+    write_state,
+)
+from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.errors import DataError
 
 
@@ -63,6 +77,37 @@ def test_a_crash_between_the_name_and_the_tracker_still_finds_the_newest(tmp_pat
     save(tmp_path, 20)
     (tmp_path / TRACKER).write_text(tracker)  # as if the process had ended before the tracker was renamed
     assert newest(tmp_path) == tmp_path / "global_step_20"
+
+
+def test_the_tracker_is_repaired_to_name_the_newest(tmp_path):
+    repair_tracker(tmp_path)
+    assert not (tmp_path / TRACKER).exists()
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    for left in ("10", "", "20"):
+        (tmp_path / TRACKER).write_text(left)
+        repair_tracker(tmp_path)
+        assert (tmp_path / TRACKER).read_text() == "20"
+    (tmp_path / TRACKER).unlink()
+    repair_tracker(tmp_path)
+    assert (tmp_path / TRACKER).read_text() == "20"
+
+
+def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path, monkeypatch):
+    """After a power cut a file that was renamed but not synced may be empty."""
+    events, rename = [], Path.rename
+    monkeypatch.setattr(folders, "sync", lambda path: events.append(("sync", path)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: events.append(("rename", path)) or rename(path, to))
+    draft = make_draft(tmp_path, 10)
+    (draft / "actor").mkdir()
+    (draft / "actor" / "model.safetensors").write_text("weights")
+    write_state(draft, {"global_steps": 10})
+    publish(draft, {})
+    named = events.index(("rename", draft))
+    written = {draft, draft / "actor", draft / "actor" / "model.safetensors", draft / STATE, draft / MANIFEST}
+    assert {path for what, path in events[:named] if what == "sync"} == written
+    tracker = tmp_path / f"{TRACKER}.incomplete"
+    assert events[named + 1 :] == [("sync", tracker), ("rename", tracker), ("sync", tmp_path)]
 
 
 def test_publishing_a_step_again_replaces_it_whole(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -53,6 +54,38 @@ def test_a_folder_may_be_named_by_way_of_another(tmp_path):
     saver.publish(tmp_path / "other" / ".." / "run" / draft.name, [report], durable=[])
     saver.wait()
     check_manifest(tmp_path / "run" / "global_step_1")
+
+
+@pytest.mark.parametrize("removed", ["draft", "run"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_draft_that_is_removed_before_the_reports_are_read_is_a_failed_save(tmp_path, removed, waits):
+    """Nobody else knows of it: all who write had said that they are done."""
+    saver = make_saver(tmp_path / "run")
+    draft = begin(saver, 1)
+    write_report(draft / "rank_0.written", {}, None)
+    shutil.rmtree(draft if removed == "draft" else draft.parent)
+    ended = []
+
+    def save():
+        with pytest.raises(ResourceError, match=rf"step 1 was not saved: the folder {draft} was removed"):
+            saver.publish(draft, [draft / "rank_0.written"], durable=[], waits=waits)
+            saver.wait()
+        ended.append(True)
+
+    thread = threading.Thread(target=save, daemon=True)
+    thread.start()
+    thread.join(20)
+    saver.close()
+    assert ended
+
+
+def test_files_that_must_not_be_lost_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    saver, synced = make_saver(tmp_path), []
+    monkeypatch.setattr(folders, "sync", lambda path: synced.append((path, steps(tmp_path))))
+    metrics = tmp_path / "metrics.jsonl"
+    saver.publish(begin(saver, 1), [], durable=[metrics])
+    assert (metrics, []) in synced
+    assert steps(tmp_path) == [1]
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path):

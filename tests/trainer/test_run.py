@@ -257,6 +257,28 @@ def kill_at(run, moment, step, after, monkeypatch):
     monkeypatch.setattr(target, name, killing)
 
 
+def test_the_metrics_of_a_step_are_on_the_disk_before_its_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced = []
+
+    def sync(path):
+        if path.name == "metrics.jsonl":
+            synced.append(([row["step"] for row in logged(tmp_path)][-1], saved(tmp_path)))
+
+    monkeypatch.setattr(folders, "sync", sync)
+    Counting(tmp_path, 2, save_freq=1, val_before_train=False, test_freq=0).fit()
+    assert synced == [
+        (1, ["global_step_1.incomplete"]),
+        (2, ["global_step_1", "global_step_2.incomplete"]),
+    ]
+
+
+def test_a_tracker_that_a_kill_left_behind_is_repaired_by_the_next_start_also_of_a_run_that_is_done(tmp_path):
+    Counting(tmp_path, 2, save_freq=1).fit()
+    (tmp_path / folders.TRACKER).write_text("1")  # as if the run was killed before the tracker was renamed
+    Counting(tmp_path, 2, save_freq=1).fit()
+    assert (tmp_path / folders.TRACKER).read_text() == "2"
+
+
 def test_the_validation_before_training_is_that_of_the_first_start(tmp_path):
     Counting(tmp_path, 1).fit()
     result = Counting(tmp_path, 2).fit()

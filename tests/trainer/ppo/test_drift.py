@@ -41,6 +41,12 @@ def test_the_one_update_of_a_batch_computes_them_unless_somebody_reads_them_befo
     assert make(*overrides)[0].source(**ONE_UPDATE | more) is source
 
 
+def test_a_bound_of_zero_never_takes_the_sampler_not_even_where_it_was_exact():
+    drift, _ = make("actor_rollout_ref.rollout.exactness_bound=0")
+    drift.heed(Source.PASS, 0.0)
+    assert drift.source(2, 2, False) is Source.PASS
+
+
 def test_it_says_what_the_old_log_probs_are_now():
     for source, num_updates, words in (
         (Source.PASS, 2, "recomputed"),

@@ -400,6 +400,21 @@ def test_a_row_without_advantage_leaves_the_update_where_it_has_no_gradient(conf
     assert stages.rows_with_gradient(batch, PolicyUpdate.of(config, balances=True)).tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("advantages", [[0, 1], [0, 0]], ids=["some rows have a gradient", "no row has"])
+def test_rows_that_are_left_out_stay_in_the_denominators(advantages):
+    """Else the gradient of the others would be larger, by as much as there are rows without an advantage."""
+    lengths, groups = [3, 1, 2, 4, 2], [0, 1, 0, 1, 0]
+    mask = [[1] * length for length in lengths]
+    rows = [[float(advantages[group])] * length for group, length in zip(groups, lengths, strict=True)]
+    batch = make_batch([[1] * length for length in lengths], mask, old_log_probs=rows, advantages=rows)
+    actor = Learner()
+    metrics, _ = stages.update_actor(actor, batch, [torch.arange(5)], PolicyUpdate.of(ActorConfig()))
+    (sent, denominators) = actor.calls[0]
+    assert len(sent) == max(1, sum(advantages[group] != 0 for group in groups)) < len(batch)
+    assert (denominators.tokens, denominators.sequences) == (sum(lengths), len(lengths))
+    assert metrics["actor/skipped_rows"] == 1 - len(sent) / len(batch)
+
+
 def test_an_update_is_made_even_where_no_row_has_an_advantage():
     """AdamW's decay and momentum go on in such a step."""
     nothing = {"old_log_probs": [[0.0], [0.0]], "advantages": [[0.0], [0.0]]}

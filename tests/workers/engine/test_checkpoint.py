@@ -1,0 +1,23 @@
+"""The shares of a checkpoint that ranks write."""
+
+import pytest
+import torch
+
+from lockstep.models.meta import WeightFiles
+from lockstep.models.weight_file import write_weights
+from lockstep.workers.engine.checkpoint import Place, write_index, write_shares
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_rank_takes_part_in_the_gather_of_every_tensor_also_one_that_writes_nothing(tmp_path, world_size):
+    """A rank that left it would leave the others in a collective for ever."""
+    weights = {f"layer.{i}": torch.full((i + 1, 2), float(i)) for i in range(3)}
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    for rank in range(world_size):
+        gathered = []
+        tensors = ((gathered.append(name), (name, weights[name]))[1] for name in weights)
+        write_shares(tmp_path / "model.safetensors", specs, tensors, Place(rank, world_size), write_weights)
+        assert gathered == list(weights)
+    write_index(tmp_path / "model.safetensors", specs, world_size)
+    assert len(list(tmp_path.glob("*.safetensors"))) == min(world_size, len(weights))
+    assert WeightFiles(tmp_path).shapes == {name: shape for name, (_, shape) in specs.items()}
