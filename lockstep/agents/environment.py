@@ -64,6 +64,9 @@ class Environment:
     """What the policy is told of: Python functions, `Tool`s, or names of the class's own methods."""
     is_quick: bool = False
     """Whether its methods return at once whatever the policy says: then it lives in the worker's own process, without one of its own."""
+    queue_s: float = 0.0
+    """How long a call of one with `is_quick` may wait for its turn, as programs wait for a place in the sandbox; it is given beside
+    agent.step_timeout_s."""
     is_judged: bool = False
     """Whether the run's reward function judges the policy's last turn, beside what the environment says of turns."""
 

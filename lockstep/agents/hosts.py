@@ -13,20 +13,22 @@ import inspect
 import json
 import math
 import numbers
+import os
 import queue
 import reprlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Message, Turn
 from lockstep.agents.shared_loop import SharedLoop, shared_loop
+from lockstep.agents.tools import learn_schemas, schemas_of
 from lockstep.errors import RewardError
-from lockstep.rewards.killable import KillableWorker, is_portable
+from lockstep.rewards.killable import START_S, KillableWorker, is_portable
 
 Make = Callable[..., Environment]
 
@@ -55,8 +57,10 @@ class EnvironmentFailed(RewardError):
 class Waited:
     """A call that an environment is making. Awaited in a Driver's coroutine, or asked for its `result` by a thread that then waits."""
 
-    def __init__(self, host: "Host", future: "Future[Any]", timeout_s: float | None) -> None:
+    def __init__(self, host: "Host", future: "Future[Any]", timeout_s: float | None, counts: bool = True) -> None:
+        """`counts`: its seconds are the environment's."""
         self.future = host.last = future
+        self._counts = counts
         self._host, self._started, self._timeout_s = host, time.monotonic(), timeout_s
         self._ended: float | None = None
         self.deadline = None if timeout_s is None else self._started + timeout_s
@@ -85,7 +89,8 @@ class Waited:
         except CancelledError as cancelled:  # by itself: nobody here does
             raise EnvironmentFailed("the environment's call was cancelled") from cancelled
         finally:
-            self._host.seconds += self.seconds
+            if self._counts:
+                self._host.seconds += self.seconds
         if error is None:
             return self.future.result()
         if isinstance(error, EnvironmentFailed):
@@ -104,6 +109,13 @@ class Host(ABC):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
+    def starting(self, make: Make, kwargs: dict[str, Any]) -> Waited | None:
+        """Start the process that `make(**kwargs)` needs; wait for it before `beginning`. None where nothing must be started.
+
+        It has no deadline of the environment's and counts as none of its seconds: how long it takes depends on what else the machine does.
+        """
+        return None
+
     def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
         """A new environment's first turn; check it with `checked`."""
         self.seconds = 0.0
@@ -118,7 +130,9 @@ class Host(ABC):
         return self._made(end)
 
     def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
-        """`beginning`, waited for."""
+        """`starting` and `beginning`, waited for."""
+        if (start := self.starting(make, kwargs)) is not None:
+            start.result()
         return checked(self.beginning(make, kwargs, row, seed).result(), is_first=True)
 
     def step(self, action: Action) -> Turn:
@@ -149,17 +163,23 @@ class ProcessHost(Host):
     _child: "_Child | None" = None
     _closing: "Future[Any] | None" = None
 
-    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
-        """See Host. Files of the user are imported there first: their names mean nothing to another process."""
-        self.seconds = 0.0
-        tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
-        needed = [make, *(tool for tool in tools if tool is not None and is_portable(tool))]
-        return self._made(functools.partial(begin, make, kwargs, row, seed), needed)
-
-    def _made(self, call: Call, needed: Sequence[Callable[..., Any]] = ()) -> Waited:
+    def starting(self, make: Make, kwargs: dict[str, Any]) -> Waited | None:
+        """See Host. Files of the user are imported there too: their names mean nothing to another process."""
         if self._child is None:
             self._child = _Child()
-        return Waited(self, self._child.put(functools.partial(self._child.call, call, needed, self._timeout_s)), None)
+        tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
+        needed = [make, *(tool for tool in tools if tool is not None and is_portable(tool))]
+        return Waited(self, self._child.put(functools.partial(self._child.start, make, kwargs, needed)), None, counts=False)
+
+    def _made(self, call: Call) -> Waited:
+        if self._child is None:
+            self._child = _Child()
+        return Waited(self, self._child.put(functools.partial(self._child.call, call, self._timeout_s)), None)
+
+    def abandon(self) -> None:
+        if self._child is not None:
+            self._child.is_wanted = False
+        super().abandon()
 
     def close(self, waits: bool = True) -> None:
         if self._child is not None:
@@ -168,8 +188,15 @@ class ProcessHost(Host):
             self._closing.result()
 
 
+_starts = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
+"""Processes that start at a time: more of them would only make each slower, and take the processors from the engine."""
+
+
 class _Child:
     """A process, and the thread that talks to it; it outlives nothing that hangs, for the process is killed at the deadline of a call."""
+
+    is_wanted = True
+    """Whether a process may still be started."""
 
     def __init__(self) -> None:
         self._worker = KillableWorker()
@@ -182,11 +209,28 @@ class _Child:
         self._calls.put((call, future))
         return future
 
-    def call(self, call: Call, needed: Sequence[Callable[..., Any]], timeout_s: float) -> Any:
-        """Make a call in the process, where `needed` is loaded before."""
+    def start(self, make: Make, kwargs: dict[str, Any], needed: Sequence[Callable[..., Any]]) -> None:
+        """Start the process, if there is none, and import there what `make(**kwargs)` needs."""
+        if self._worker.is_running:
+            self._load(make, kwargs, needed)
+            return
+        with _starts:
+            if not self.is_wanted:
+                raise EnvironmentFailed("the episode was given up before the process of its environment was started")
+            self._load(make, kwargs, needed)
+
+    def _load(self, make: Make, kwargs: dict[str, Any], needed: Sequence[Callable[..., Any]]) -> None:
         with _failures():
             for each in needed:
                 self._worker.load(each)
+            # To read the arguments is to import what they need: that must not be left to the first call.
+            self._worker.call(_in_child, START_S, call=functools.partial(prepare, schemas_of(make), kwargs))
+
+    def call(self, call: Call, timeout_s: float) -> Any:
+        """Make a call in the process."""
+        if call is end and not self._worker.is_running:
+            return None
+        with _failures():
             return self._worker.call(_in_child, timeout_s, call=call)
 
     def _serve(self) -> None:
@@ -270,7 +314,9 @@ def make_host(make: Make, timeout_s: float) -> Host:
     if any(inspect.iscoroutinefunction(method) for method in methods):
         return LoopHost(timeout_s)
     is_quick = getattr(make, "is_quick", False)
-    return ProcessHost(timeout_s) if is_portable(make) and not is_quick else ThreadHost(timeout_s)
+    if is_portable(make) and not is_quick:
+        return ProcessHost(timeout_s)
+    return ThreadHost(timeout_s + (getattr(make, "queue_s", 0.0) if is_quick else 0.0))
 
 
 def checked(turn: Any, is_first: bool = False) -> Turn:
@@ -341,6 +387,11 @@ def _short(value: Any) -> str:
 
 
 # -- the calls, made where the environment lives -----------------------------------------------------------------------------
+
+
+def prepare(schemas: Mapping[tuple[str, str], dict[str, Any]], kwargs: dict[str, Any], place: Place) -> None:
+    """The first call in a process; `kwargs` have been read when it is made."""
+    learn_schemas(schemas)
 
 
 def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, place: Place) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.agents.environment import Action, Turn
-from lockstep.agents.shipped_tools import python
+from lockstep.agents.shipped_tools import SANDBOX_QUEUE_S, python
 from lockstep.agents.tools import ToolEnvironment
 from lockstep.errors import DataError
 from lockstep.rewards.graders import default_compute_score
@@ -19,6 +19,7 @@ class MathTurns(ToolEnvironment):
 
     is_judged = False
     is_quick = True
+    queue_s = SANDBOX_QUEUE_S
     tools = (python,)
 
     def __init__(self, tools: Any = (), attempts: int = 2) -> None:

@@ -1,13 +1,13 @@
 """The tools that a configuration names: functions of the user, those that ship, those of MCP servers."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agents.environment import Environment
 from lockstep.agents.mcp_tools import mcp_tools
 from lockstep.agents.search import search_tool
-from lockstep.agents.tools import Tool, ToolEnvironment
+from lockstep.agents.shipped_tools import SANDBOX_QUEUE_S
+from lockstep.agents.tools import Tool, ToolEnvironment, load_tool
 from lockstep.config.agent import AgentConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.files import load_object
@@ -24,6 +24,7 @@ class ShippedTools(ToolEnvironment):
     """Calls tools that ship. They end at deadlines of their own, so it needs no process."""
 
     is_quick = True
+    queue_s = SANDBOX_QUEUE_S
 
 
 def default_environment(config: AgentConfig) -> type[Environment]:
@@ -48,29 +49,27 @@ def named_tools(config: AgentConfig) -> list[Tool]:
 
 def load_named(key: str, name: str, shipped: tuple[str, ...] = ()) -> Any:
     """What "file.py:name" or "module:name" names. Raises ConfigError, with the names that would do too (`shipped`), where it is none."""
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
-        also = f", or one that ships: {', '.join(shipped)}" if shipped else ""
-        raise ConfigError(f"agent.{key}: {name!r} must be file.py:name or module:name{also}")
+    path, attribute = _parts(key, name, shipped)
     try:
         return load_object(path, attribute)
     except DataError as error:
         raise ConfigError(f"agent.{key}: {error}") from error
 
 
+def _parts(key: str, name: str, shipped: tuple[str, ...]) -> tuple[str, str]:
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        also = f", or one that ships: {', '.join(shipped)}" if shipped else ""
+        raise ConfigError(f"agent.{key}: {name!r} must be file.py:name or module:name{also}")
+    return path, attribute
+
+
 @functools.cache
 def _tool(name: str, search_folder: str | None, search_results: int) -> Tool:
     if name == "search":
         return search_tool(search_folder, search_results)
-    tool = Tool.of(load_named("tools", _FUNCTIONS.get(name, name), SHIPPED))
-    return _NamedTool(tool.name, tool.schema, tool.function, name)
-
-
-@dataclass(frozen=True)
-class _NamedTool(Tool):
-    """A tool that another process loads again by its name in the configuration: what it calls may be anything."""
-
-    source: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _tool, (self.source, None, 0)
+    path, attribute = _parts("tools", _FUNCTIONS.get(name, name), SHIPPED)
+    try:
+        return load_tool(path, attribute)
+    except DataError as error:
+        raise ConfigError(f"agent.tools: {error}") from error

@@ -133,6 +133,8 @@ class Player:
 
     async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
         limits, bridge = self._limits, task.bridge
+        if (start := host.starting(task.make, task.kwargs)) is not None:
+            await start
         turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
         self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
         with _refusals():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Fault, Message, ToolCall, Turn
 from lockstep.errors import ConfigError
+from lockstep.utils.files import load_object
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -55,6 +57,8 @@ class Tool:
         """
         if isinstance(given, Tool):
             return given
+        if (sent := _sent_schemas.get(_name_of(given))) is not None:
+            return cls(sent["function"]["name"], sent, given)
         from transformers.utils import get_json_schema
         from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -80,6 +84,52 @@ class Tool:
             if not _fits(value, known[name]):
                 return f"the argument {name!r} of {self.name} must be {_type_names(known[name])}, not {json.dumps(value)[:200]}"
         return None
+
+
+@dataclass(frozen=True)
+class NamedTool(Tool):
+    """A tool that another process loads again by its name in the configuration, so that it may call anything. The schema is sent along:
+    making one from a function imports transformers, which takes seconds."""
+
+    path: str = ""
+    attribute: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_tool, (self.path, self.attribute, self.schema)
+
+
+def load_tool(path: str, attribute: str, schema: dict[str, Any] | None = None) -> NamedTool:
+    """The tool that a file or a module defines as a function or a `Tool`; `schema` is the function's, where it is known.
+
+    Raises DataError if it cannot be loaded, ConfigError if it cannot be a tool.
+    """
+    given = load_object(path, attribute)
+    if isinstance(given, Tool) or schema is None:
+        tool = Tool.of(given)
+        return NamedTool(tool.name, tool.schema, tool.function, path, attribute)
+    return NamedTool(schema["function"]["name"], schema, given, path, attribute)
+
+
+_sent_schemas: dict[tuple[str, str], dict[str, Any]] = {}
+"""Function -> its schema, as the process that started this one has made it."""
+
+
+def learn_schemas(schemas: Mapping[tuple[str, str], dict[str, Any]]) -> None:
+    """Called in the process of an environment: keep the schemas that its class's methods and functions have."""
+    _sent_schemas.update(schemas)
+
+
+@functools.cache
+def schemas_of(kind: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    """What `learn_schemas` takes, for a class's own tools. Empty where they cannot be tools: making the environment says so."""
+    try:
+        return {_name_of(tool.function): tool.schema for tool in tools_of(kind)} if getattr(kind, "tools", ()) else {}
+    except ConfigError:
+        return {}
+
+
+def _name_of(function: Any) -> tuple[str, str]:
+    return str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
 
 
 def _type_names(schema: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from helpers.environments import Connects
 
-from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, shared_loop
+from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, hosts, shared_loop, shipped_tools
 from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, checked, make_host
-from lockstep.agents.named_tools import named_tools
+from lockstep.agents.named_tools import default_environment, named_tools
 from lockstep.config.agent import AgentConfig
+from lockstep.judging.sandbox import Result
 from lockstep.utils.files import load_object
 
 GAME = """
@@ -79,6 +80,110 @@ triple = Tool("triple", {"type": "function", "function": {"name": "triple", "par
         turn = host.step(Action("", "", (ToolCall("triple", {"x": 4}), ToolCall("triple", {"x": "a"}))))
         assert turn.messages[0]["content"] == "12"
         assert turn.faults == 1
+    finally:
+        host.close()
+
+
+SLOW = """
+import os, time
+if "LOCKSTEP_KILLABLE_CHILD" in os.environ:
+    time.sleep(2.0)
+"""
+SLOW_TOOL = """
+from lockstep.agents import Tool
+parameters = {"type": "object", "properties": {}}
+tool = Tool("tool", {"type": "function", "function": {"name": "tool", "parameters": parameters}}, lambda: "called")
+"""
+
+
+@pytest.mark.parametrize("is_in", ["environment", "tool"])
+def test_the_start_of_a_process_counts_against_no_deadline_and_is_no_time_of_the_environment(file_of, is_in):
+    """Neither the import of the environment's file nor what its arguments need."""
+    make, kwargs = ToolEnvironment, {}
+    if is_in == "environment":
+        make = load_object(file_of("slow.py", SLOW + GAME), "Game")
+    else:
+        kwargs = {"tools": named_tools(AgentConfig(tools=[f"{file_of('slow_tool.py', SLOW + SLOW_TOOL)}:tool"]))}
+    host = ProcessHost(1.0)
+    try:
+        host.begin(make, kwargs, {"prompt": "?"}, 0)
+        assert host.seconds < 1.0
+    finally:
+        host.close()
+
+
+def test_a_bounded_number_of_processes_start_at_a_time(file_of, monkeypatch):
+    monkeypatch.setattr(hosts, "_starts", threading.BoundedSemaphore(2))
+    text = SLOW.replace("2.0", "0.2") + GAME.replace('"pid": os.getpid()', '"began": BEGAN, "ended": time.monotonic()')
+    text = text.replace("if ", "BEGAN = time.monotonic()\nif ", 1)
+    game = load_object(file_of("game.py", text), "Game")
+    several = [ProcessHost(30.0) for _ in range(6)]
+    try:
+        began = [host.starting(game, {}) for host in several]
+        for waited in began:
+            waited.result()
+        imports = []
+        for host in several:
+            host.begin(game, {}, {}, 0)
+            imports.append(host.step(Action("a", "a")).info["began"])
+    finally:
+        for host in several:
+            host.close()
+    imports.sort()
+    # The third import begins when one of the first two has ended: with 6 processes and 2 at a time, 2 x 0.2 s lie between the ends.
+    assert all(later - first >= 0.2 for first, later in zip(imports, imports[2:], strict=False))
+
+
+def test_tools_of_the_config_and_of_a_class_do_not_import_transformers_in_their_process(file_of):
+    """That takes seconds of processor time, in each of the processes of a batch."""
+    text = TOOL.replace("def double(x: int) -> int", "import sys\ndef double(x: int) -> list").replace(
+        "2 * x", '[2 * x, "torch" in sys.modules, "transformers" in sys.modules]'
+    )
+    path = file_of("tools.py", text)
+    own = f"from lockstep.agents import ToolEnvironment\n{text}\nclass Own(ToolEnvironment):\n    tools = (double,)\n"
+    for make, kwargs in (
+        (ToolEnvironment, {"tools": named_tools(AgentConfig(tools=[f"{path}:double"]))}),
+        (load_object(file_of("own.py", own), "Own"), {}),
+    ):
+        host = make_host(make, 60.0)
+        assert isinstance(host, ProcessHost)
+        try:
+            host.begin(make, kwargs, {"prompt": "?"}, 0)
+            turn = host.step(Action("", "", (ToolCall("double", {"x": 4}), ToolCall("double", {"x": "a"}))))
+        finally:
+            host.close()
+        assert turn.messages[0]["content"] == "[8, false, false]"
+        assert turn.faults == 1
+
+
+def test_a_program_that_waits_for_a_place_in_the_sandbox_is_not_late(monkeypatch):
+    """Other programs of the policy's, which run to their own limit, have the places."""
+
+    class Full:
+        def run(self, program):
+            time.sleep(1.0)
+            return Result(status="ok", exit_code=0, stdout="42\n", stderr="", seconds=0.1)
+
+    monkeypatch.setattr(shipped_tools, "_sandbox", Full)
+    config = AgentConfig(tools=["python"])
+    kind = default_environment(config)
+    host = make_host(kind, 0.2)
+    host.begin(kind, {"tools": named_tools(config)}, {"prompt": "?"}, 0)
+    turn = host.step(Action("", "", (ToolCall("python", {"code": "print(42)"}),)))
+    assert turn.messages[0]["content"] == "42\n"
+
+
+def test_an_environment_that_was_killed_is_not_started_again_to_be_closed(file_of):
+    host = ProcessHost(3.0)
+    game = load_object(
+        file_of("game.py", GAME.replace("return Turn(reward", "__import__('time').sleep(60); return Turn(reward")), "Game"
+    )
+    try:
+        host.begin(game, {}, {}, 7)
+        with pytest.raises(EnvironmentFailed, match="did not end within"):
+            host.step(Action("a", "a"))
+        host.ending().result()
+        assert not host._child._worker.is_running
     finally:
         host.close()
 

@@ -28,7 +28,8 @@ from typing import IO, Any
 from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
 from lockstep.rewards.killable.errors import CallCrashed, CallFailed, CallTimeout
 
-_START_S = 120.0
+START_S = 600.0
+"""For starting the child and for each import in it: on a loaded machine, many children that import large packages take minutes."""
 _END_S = 10.0
 _PROGRAM = (
     "import json, sys; sys.path[:], limit = json.loads(sys.argv.pop())\n"
@@ -77,6 +78,11 @@ class KillableWorker:
         with self._lock:
             self._load(_reference(function), function)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a child: the next call need not start one."""
+        return self._process is not None and self._owner == os.getpid()
+
     def close(self) -> None:
         """End the child, whatever it does."""
         with self._lock:
@@ -92,7 +98,7 @@ class KillableWorker:
             self._process, self._owner = _spawn(self._max_memory_mb), os.getpid()
             self._loaded.clear()
         if reference not in self._loaded:
-            self._exchange(reference, None, _START_S, f"importing {_name(function)}")
+            self._exchange(reference, None, START_S, f"importing {_name(function)}")
             self._loaded.add(reference)
 
     def _exchange(self, reference: FunctionReference, arguments: bytes | None, timeout_s: float, what: str) -> Any:
