@@ -269,16 +269,16 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
 
 def _is_list(key: str, root: type) -> bool:
     """Whether a valid key takes a list: one word is then a list of one."""
-    return typing.get_origin(_type_of(key, root)) is list
+    return typing.get_origin(type_of(key, root)) is list
 
 
 def _check_switch(key: str, value: Any, root: type) -> None:
     """Raise ConfigError for a number that would switch something on without a word: -1 stands for off in other keys."""
-    if type(value) is int and value not in (0, 1) and _type_of(key, root) is bool:
+    if type(value) is int and value not in (0, 1) and type_of(key, root) is bool:
         raise ConfigError(f"{key}={value} is neither true nor false; set one of them")
 
 
-def _type_of(key: str, root: type) -> Any:
+def type_of(key: str, root: type) -> Any:
     """The type of a valid key; None inside a free-form dict."""
     section: Any = root
     for part in key.split("."):

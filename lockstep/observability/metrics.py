@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Self
 
+MACHINE_METRICS = ("time", "timing", "perf/", "memory/", "agent/environment_s", "agent/wait")
+"""How metrics begin that differ between any two runs: times and memory."""
+RANK_METRICS = ("global_seqlen/",)
+"""How metrics begin that depend on the number of ranks."""
+
 
 class _Kind:
     """What all kinds share."""

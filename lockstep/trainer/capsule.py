@@ -19,7 +19,7 @@ import dataclasses
 import gzip
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,14 +89,61 @@ def keep_failed_step(run: Run, error: Exception) -> None:
 
 
 def read_capsule(path: Path) -> dict[str, Any]:
-    """The contents. Raises DataError for a file that is none, or of another version."""
+    """The contents. Raises DataError for a file that is no capsule, has another version, or lacks a part that a replay needs."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = json.loads(path.read_text(), parse_int=_read_int)
         if found["lockstep_capsule"] != FORMAT:
             raise DataError(f"{path} is a capsule of format {found['lockstep_capsule']}; this version reads {FORMAT}")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a capsule: {error!r}; lockstep capsule RUN --step N writes one") from error
-    return found
+    found.setdefault("episodes", None)
+    for place, is_valid in _SHAPE.items():
+        if not _holds(is_valid, found):
+            raise DataError(f"{path} is not a capsule: {place} is missing or malformed; lockstep capsule RUN --step N writes one")
+    return dict(found)
+
+
+_SHAPE: dict[str, Callable[[Any], bool]] = {
+    "recipe": lambda capsule: isinstance(capsule["recipe"], str),
+    "config": lambda capsule: isinstance(capsule["config"], dict) and isinstance(capsule["config"]["trainer"], dict),
+    "step": lambda capsule: 0 <= capsule["from_step"] < capsule["step"] and _are(int, capsule["from_step"], capsule["step"]),
+    "weights": lambda capsule: capsule["weights"] is None or _are(str, capsule["weights"]["name"], capsule["weights"]["sha256"]),
+    "keys": lambda capsule: _are(int, *(capsule["keys"][name] for name in ("seed", "num_rows", "num_used"))),
+    "keys.left_out": lambda capsule: isinstance(left := capsule["keys"]["left_out"], list) and _are(int, *left),
+    "rows": lambda capsule: _are(dict, *capsule["rows"].values()) and bool(capsule["rows"]),
+    "rows' numbers": lambda capsule: all(number == str(int(number)) for number in capsule["rows"]),
+    "keys.num_rows": lambda capsule: (
+        0 <= min(map(int, capsule["rows"])) <= max(map(int, capsule["rows"])) < capsule["keys"]["num_rows"]
+    ),
+    "metrics": lambda capsule: isinstance(capsule["metrics"], list) and all(type(row["step"]) is int for row in capsule["metrics"]),
+    "episodes": lambda capsule: capsule["episodes"] is None or _are_episodes(capsule["episodes"]),
+    "failure": lambda capsule: capsule["failure"] is None or isinstance(capsule["failure"], str),
+}
+"""Part of a capsule -> whether it is as a replay reads it; an error means that it is not."""
+
+
+def _holds(is_valid: Callable[[Any], bool], capsule: Any) -> bool:
+    try:
+        return is_valid(capsule)
+    except (LookupError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def _are(kind: type, *values: Any) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _are_episodes(value: Any) -> bool:
+    kinds = value["kinds"]
+    are_kinds = all(_are(list, kind["tools"]) and _are(bool, kind["is_judged"]) for kind in kinds.values())
+    are_named = all(isinstance(tool["function"]["name"], str) for kind in kinds.values() for tool in kind["tools"])
+    played = value["played"]
+    return are_kinds and are_named and all(_are(int, line["index"], line["sample"], line["seed"]) for line in played)
+
+
+def _read_int(digits: str) -> int | float:
+    """A whole number; one that no metric can be as a float, which may be infinite."""
+    return int(digits) if len(digits) < 100 else float(digits)
 
 
 def weights_differ(capsule: Mapping[str, Any], folder: Path) -> bool:

@@ -1,5 +1,6 @@
-"""Text that a model wrote, for a terminal or a log."""
+"""Text that files, models, rewards and users wrote, for a terminal or a log."""
 
+import sys
 import unicodedata
 
 _KEPT = "\n\t"
@@ -13,3 +14,8 @@ def printable(text: str) -> str:
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(c if c in _KEPT or unicodedata.category(c) not in _ESCAPED else ascii(c)[1:-1] for c in text)
+
+
+def say(text: object, *, is_error: bool = False, flush: bool = False) -> None:
+    """Print the text to stdout, or to stderr, with control characters escaped: it may quote files, models, rewards and users."""
+    print(printable(str(text)), file=sys.stderr if is_error else sys.stdout, flush=flush)

@@ -8,17 +8,24 @@ import argparse
 import importlib
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import folders
+from lockstep.config.load import read_layers
+from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
+from lockstep.observability.metrics import MACHINE_METRICS, RANK_METRICS
+from lockstep.tools.replay.trust import check_safe
 from lockstep.trainer.capsule import read_capsule, weights_differ
 from lockstep.trainer.run import Run
+from lockstep.utils.printable import say
 
 PROGRAMS = {
     "PPOConfig": "lockstep.trainer.main_ppo",
@@ -28,21 +35,13 @@ PROGRAMS = {
     "DistillConfig": "lockstep.trainer.main_distill",
 }
 """Class of a configuration -> its program."""
-_OWN = (
-    "time",
-    "timing",
-    "perf/",
-    "val/",
-    "val-",
-    "training/num_restarts",
-    "training/left_out_batches",
-    "agent/environment_s",
-    "agent/wait",
-)
-"""How metrics begin that are of a machine or a moment, or of a validation, which is not done again."""
+_NOT_REPLAYED = ("val/", "val-", "training/num_restarts", "training/left_out_batches")
+"""How metrics begin of what a replay does not do: validations and restarts."""
 
 _FOLDERS = ("rollout_data_dir", "validation_data_dir", "record_batch_dir")
 """Keys of `trainer` that say where a run writes beside its own folder."""
+_UNUSED_EPISODE_KEYS = ("agent.environment", "agent.tools", "agent.mcp", "agent.search_folder")
+"""Keys of what is not asked where the capsule has the episodes."""
 
 
 @as_command
@@ -52,36 +51,56 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="what lockstep capsule wrote, or a run whose step was not finite")
     parser.add_argument("--weights", type=Path, help="the checkpoint (global_step_N), where it lies elsewhere than in the run")
     parser.add_argument("--rel", type=float, default=1e-4, help="how much a metric may differ, relative to it (default 1e-4)")
+    parser.add_argument(
+        "--trust", action="store_true", help="use keys of the file that name code, servers or other files; they run as you"
+    )
     parser.add_argument("keys", nargs="*", metavar="key=value", help="for another machine, such as trainer.device=cpu")
     given = parser.parse_intermixed_args(arguments)
     capsule = read_capsule(given.file)
     failure = capsule["failure"]
+    left_out: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
-        for step, metrics, error in replayed(capsule, Path(folder), given.weights, given.keys):
+        for step, metrics, error in replayed(capsule, Path(folder), given.weights, given.keys, given.trust):
             if error is not None:
                 if failure is not None and step == capsule["step"]:
-                    print(f"step {step} fails here too: {error}")
+                    say(f"step {step} fails here too: {error}")
                     return 0
                 raise error
             expected = next((row for row in capsule["metrics"] if row["step"] == step), None)
+            left_out |= {name for name in expected or {} if name.startswith(RANK_METRICS)}
             if expected is not None and (found := first_difference(expected, metrics, given.rel)) is not None:
-                print(f"step {step} differs: {found}")
+                say(f"step {step} differs: {found}")
                 return 1
             print(f"step {step}: {'as it was' if expected is not None else 'done'}", flush=True)
+    if left_out and _num_processes(capsule["config"]) > 1:
+        say(f"not compared, since they depend on the number of processes: {', '.join(sorted(left_out))}")
     if failure is not None:
-        print(f"step {capsule['step']} does not fail here; there it was: {failure}")
+        say(f"step {capsule['step']} does not fail here; there it was: {failure}")
     return int(failure is not None)
 
 
 def replayed(
-    capsule: Mapping[str, Any], folder: Path, weights: Path | None = None, keys: Sequence[str] = ()
+    capsule: Mapping[str, Any], folder: Path, weights: Path | None = None, keys: Sequence[str] = (), trust: bool = False
 ) -> Iterator[tuple[int, dict[str, float], Exception | None]]:
-    """The capsule's steps, one after the other: number, metrics, and what made it fail where its numbers are not finite. `folder` is
-    for the files of the run."""
+    """Yield each step of the capsule: its number, its metrics, and the error if its numbers are not finite.
+
+    Writes the run's files into `folder`. Raises ConfigError if the capsule names code, and neither `keys` nor `trust` allows it.
+    """
+    root = _root(capsule["recipe"])
+    own = _here(capsule, folder, weights, keys)
+    overrides = [*own, *keys]
+    config_of_run = _config(capsule)
+    given = {key for layer in read_layers(root, overrides)[-1:] for key in layer.keys}
+    check_safe(config_of_run, root, given, trust)
+    if not trust and capsule["episodes"] is None and any(row.get("environment") for row in capsule["rows"].values()):
+        raise ConfigError("the capsule's rows name environments, whose code a replay would run; add --trust if you trust the file")
+    _write_rows(capsule, folder / "rows.jsonl")
+    try:
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config_of_run)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the capsule's configuration cannot be read: {' '.join(str(error).split())}") from error
     program = importlib.import_module(PROGRAMS[capsule["recipe"]])
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _in_place(capsule)))
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(capsule["config"])))
-    config = program.load([*_here(capsule, folder, weights, keys), *keys], folder / "config.yaml")
+    config = program.load(overrides, folder / "config.yaml")
     with program.opened(config) as run:
         _check_rows(capsule, run)
         run.init_workers()
@@ -105,9 +124,12 @@ def replayed(
 
 
 def first_difference(expected: Mapping[str, Any], found: Mapping[str, float], rel: float) -> str | None:
-    """The first metric that is missing or differs by more than `rel` (or 1e-7), in words; None where none does."""
+    """The first metric that is missing or differs by more than `rel` (or 1e-7), in words; None where none does.
+
+    Metrics of a machine, of the number of ranks, of validations and of restarts are not compared.
+    """
     for name, was in expected.items():
-        if name == "step" or name.startswith(_OWN) or not isinstance(was, int | float):
+        if name == "step" or name.startswith((*MACHINE_METRICS, *RANK_METRICS, *_NOT_REPLAYED)) or not isinstance(was, int | float):
             continue
         if name not in found:
             return f"{name} is missing; it was {was!r}"
@@ -126,7 +148,7 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
         "trainer.device=auto", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=0",
         "trainer.on_nonfinite=stop", "trainer.best_metric=null", "trainer.val_before_train_samples=null",
     ]  # fmt: skip
-    if (episodes := capsule.get("episodes")) is not None:
+    if (episodes := capsule["episodes"]) is not None:
         lines = [episodes["kinds"], *episodes["played"]]
         (folder / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         keys += [f"agent.recorded={folder / 'episodes.jsonl'}", "agent.record=false"]
@@ -142,7 +164,13 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
             raise DataError(f"{start} is not here; name the checkpoint of step {capsule['from_step']} with --weights")
         if weights_differ(capsule, start):
             raise DataError(f"{start} is another checkpoint than that of the capsule: its manifest differs")
-        changed = ["data.train_files", "reference.mode", "reference.folder", *(key.lstrip("+").partition("=")[0] for key in given)]
+        changed = [
+            "data.train_files",
+            "reference.mode",
+            "reference.folder",
+            *_UNUSED_EPISODE_KEYS,
+            *(key.lstrip("+").partition("=")[0] for key in given),
+        ]
         keys += [
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={start}",
@@ -153,11 +181,52 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
     return keys
 
 
-def _in_place(capsule: Mapping[str, Any]) -> Iterator[Any]:
-    """As many rows as the files had, each of the capsule's at its own number: random numbers and the order of rows depend on it."""
-    rows = capsule["rows"]
+def _root(recipe: str) -> type:
+    """Return the class of the configuration of this name. Raises DataError if there is none."""
+    found = next((root for root in ROOTS.values() if root.__name__ == recipe), None)
+    if found is None:
+        raise DataError(f"the capsule's recipe {recipe!r} is not known; it must be one of: {', '.join(PROGRAMS)}")
+    return found
+
+
+def _config(capsule: Mapping[str, Any]) -> dict[str, Any]:
+    """The capsule's configuration without what a replay does not use: Ray, a folder for weights and, with episodes, what made them."""
+    unused = ["ray_kwargs", "actor_rollout_ref.rollout.weight_sync_dir"]
+    if capsule["episodes"] is not None:
+        unused += _UNUSED_EPISODE_KEYS
+    return dict(_without(capsule["config"], unused))
+
+
+def _without(values: Mapping[str, Any], unused: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key not in unused:
+            yield name, dict(_without(value, unused, f"{key}.")) if isinstance(value, Mapping) else value
+
+
+def _num_processes(config: Mapping[str, Any]) -> int:
+    """Return how many processes the run had."""
+    trainer = config["trainer"]
+    counts = [trainer.get(name) for name in ("n_gpus_per_node", "nnodes")]
+    return math.prod(count if isinstance(count, int) else 1 for count in counts)
+
+
+def _write_rows(capsule: Mapping[str, Any], file: Path) -> None:
+    """Write as many rows as the run's files had, each of the capsule's at its own number: random numbers and the order depend on it.
+
+    Raises DataError if they do not fit on the disk.
+    """
+    rows = {int(number): json.dumps(row) + "\n" for number, row in capsule["rows"].items()}
     filler = next(iter(rows.values()))
-    return (rows.get(str(number), filler) for number in range(capsule["keys"]["num_rows"]))
+    num_rows = capsule["keys"]["num_rows"]
+    size = num_rows * len(filler.encode())
+    free = shutil.disk_usage(file.parent).free
+    if size > free:
+        raise DataError(
+            f"the capsule's {num_rows} rows need {size / 1e9:.0f} GB in {file.parent}, which has {free / 1e9:.0f} GB left"
+        )
+    with file.open("w") as lines:
+        lines.writelines(rows.get(number, filler) for number in range(num_rows))
 
 
 def _check_rows(capsule: Mapping[str, Any], run: Run) -> None:

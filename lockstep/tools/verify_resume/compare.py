@@ -11,9 +11,7 @@ from safetensors import safe_open
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import MANIFEST, check_manifest
 from lockstep.errors import DataError
-
-_UNLIKE = ("time", "timing_", "perf/", "memory/")
-"""Beginnings of the names of metrics that differ between any two runs."""
+from lockstep.observability.metrics import MACHINE_METRICS
 
 
 def end_of(run_dir: Path) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def end_of(run_dir: Path) -> dict[str, Any]:
     check_manifest(newest)
     files = json.loads((newest / MANIFEST).read_text())["files"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    same = [{name: value for name, value in line.items() if not name.startswith(_UNLIKE)} for line in lines]
+    same = [{name: value for name, value in line.items() if not name.startswith(MACHINE_METRICS)} for line in lines]
     return {
         "steps of metrics.jsonl": [line["step"] for line in lines],
         **{f"metrics of line {number}": line for number, line in enumerate(same, start=1)},

@@ -153,3 +153,51 @@ def test_the_first_metric_that_differs_is_named() -> None:
     assert first_difference(was, {"a": 1.00001, "b": 2.0, "c": float("nan")}, 1e-4) is None
     assert first_difference(was, {"a": 1.0, "b": 2.1, "c": 0.0}, 1e-4) == "b is 2.1, and was 2.0"
     assert first_difference(was, {"a": 1.0, "c": 0.0}, 1e-4) == "b is missing; it was 2.0"
+
+
+def test_what_depends_on_the_number_of_ranks_or_on_the_machine_is_not_compared() -> None:
+    was = {"step": 1, "a": 1.0, "global_seqlen/min": 3118, "perf/x": 1.0, "agent/environment_s": 2.0, "memory/y": 1.0, "time": 5.0}
+    assert first_difference(was, {"a": 1.0, "global_seqlen/min": 6335}, 1e-4) is None
+
+
+PARTS = ("recipe", "config", "step", "from_step", "weights", "keys", "rows", "metrics", "failure")
+WRONG = (None, 3, -1, 1.5, "word", [], {}, [1], {"a": 1}, {"0": 1}, {"-1": {}}, [[]], True, {"trainer": None}, 10**30)
+
+
+@pytest.mark.parametrize(
+    "part", [*PARTS, "episodes", "keys.seed", "keys.left_out", "keys.num_rows", "keys.num_used", "weights.name"]
+)
+def test_a_malformed_capsule_is_an_error_of_one_line(
+    part: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(replay.PROGRAMS, "SFTConfig", "tests_have_no_such_program")  # a malformed capsule does not get so far
+    good: dict[str, Any] = {
+        "lockstep_capsule": 1, "recipe": "SFTConfig", "config": {"trainer": {}}, "step": 2, "from_step": 0, "weights": None,
+        "keys": {"seed": 0, "left_out": [], "num_rows": 1, "num_used": 1}, "rows": {"0": {"prompt": "a", "completion": "b"}},
+        "metrics": [{"step": 1, "x": 1.0}], "episodes": {"kinds": {}, "played": []}, "failure": None,
+    }  # fmt: skip
+    file, section, (outer, dot, inner) = tmp_path / "capsule.json", {}, part.partition(".")
+    section = dict(good[outer] or {"name": "a", "sha256": "b"}) if dot else good
+    for value in ("missing", *WRONG):
+        changed = {name: old for name, old in section.items() if name != (inner or outer) or value != "missing"}
+        if value != "missing":
+            changed[inner or outer] = value
+        file.write_text(json.dumps(good | {outer: changed} if dot else changed))
+        try:
+            assert replay.main([str(file)]) == 1
+        except ModuleNotFoundError:  # read to its end
+            continue
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1 or "the capsule names" in said
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", "null", '"a"', "\x00", '{"lockstep_capsule": [1]}', "9" * 5000])
+def test_a_file_that_is_no_capsule_is_an_error_of_one_line(text: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert replay.main([str(tmp_path / "a.json")]) == 1
+    assert "is not a capsule" in capsys.readouterr().err
+
+
+def test_numbers_beyond_floats_in_a_capsule_differ_and_do_not_end_the_replay() -> None:
+    assert first_difference({"step": 1, "a": float("inf")}, {"a": 1.0}, 1e-4) == "a is 1.0, and was inf"
