@@ -31,6 +31,7 @@ from lockstep.errors import RewardError
 from lockstep.rewards.killable import START_S, KillableWorker, is_portable
 
 Make = Callable[..., Environment]
+_MAX_FLOAT32 = 3.4028234663852886e38
 
 
 class Place:
@@ -327,19 +328,16 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
     if not isinstance(turn, Turn):
         raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
     reward = turn.reward
-    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+    if reward is not None and not (isinstance(reward, numbers.Real) and _is_finite(reward)):
         raise EnvironmentFailed(f"the reward of a Turn must be a finite number or None, not {_short(reward)}")
     if not isinstance(turn.info, dict):
         raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
     messages = [_checked_message(each) for each in (turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages])]
     try:
-        done, info, faults = bool(turn.done), json.loads(json.dumps(turn.info, default=_as_json)), int(turn.faults)
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-        RuntimeError,
-    ) as error:  # a tensor of several numbers, a circle, a key that is no text
+        done, faults = bool(turn.done), int(turn.faults)
+        info = json.loads(json.dumps(turn.info, default=_as_json, allow_nan=False), parse_int=_int)
+    except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
+        # A tensor of several numbers, a circle, a key that is no text, a number that is not finite.
         raise EnvironmentFailed(f"a Turn's done must be true or false, and its info JSON: {error}") from None
     if is_first and (not messages or done or reward):
         raise EnvironmentFailed(
@@ -354,6 +352,21 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         faults,
     )
     return turn
+
+
+def _is_finite(reward: Any) -> bool:
+    """Whether the reward is finite in float32, as it is trained with."""
+    try:
+        return abs(float(reward)) <= _MAX_FLOAT32
+    except OverflowError:  # an int or a fraction beyond floats
+        return False
+
+
+def _int(text: str) -> int:
+    """An integer of an info; its mean over episodes is a float."""
+    if math.isinf(float(text)):
+        raise ValueError("an integer in it is too large for a float")
+    return int(text)
 
 
 def _checked_message(message: Any) -> Message:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.environment import Action, Environment, Turn
 from lockstep.agents.tools import Tool
 from lockstep.errors import DataError
+from lockstep.utils.files import named_errors
 
 if TYPE_CHECKING:
     from lockstep.protocol import DataProto
@@ -54,10 +55,12 @@ class Recorder:
         known = self._kinds | json.loads(json.dumps(dict(kinds), default=str))
         if known != self._kinds:
             self._kinds = known
-            (self._folder / KINDS).write_text(json.dumps(known, indent=1))
+            with named_errors(self._folder / KINDS):
+                (self._folder / KINDS).write_text(json.dumps(known, indent=1))
         keys = (prompts.non_tensor_batch[name] for name in ("index", "sample"))
         rows = zip(*keys, episodes.non_tensor_batch["episode"], strict=True)
-        with gzip.open(self._folder / f"{number}.jsonl.gz", "at" if number == self._last else "wt", compresslevel=1) as file:
+        path = self._folder / f"{number}.jsonl.gz"
+        with named_errors(path), gzip.open(path, "at" if number == self._last else "wt", compresslevel=1) as file:
             for index, sample, told in rows:
                 file.write(json.dumps({"index": int(index), "sample": int(sample)} | told, default=str) + "\n")
         self._last = number

@@ -5,11 +5,23 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lockstep.errors import DataError
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Writes of this file: an OSError in them, as of a full disk, names it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def load_reference(text: str) -> Any:

@@ -318,6 +318,13 @@ CIRCLE["self"] = CIRCLE
         (Turn(info=CIRCLE), "info JSON"),
         (Turn(info={(1, 2): 3}), "info JSON"),
         (Turn(done=np.array([True, False])), "true or false"),
+        (Turn(info={"a": float("nan")}), "info JSON"),
+        (Turn(info={"a": {"b": [np.float32("inf")]}}), "info JSON"),
+        (Turn(info={"a": 10**400}), "info JSON"),
+        (Turn(faults=float("inf")), "info JSON"),
+        (Turn(reward=10**400), "finite number"),
+        (Turn(reward=1e300), "finite number"),
+        (Turn(reward=float("nan")), "finite number"),
     ],
 )
 def test_what_cannot_be_shown_or_recorded_is_the_environments_failure(turn, message):

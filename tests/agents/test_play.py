@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,18 @@ def test_budgets_end_an_episode_as_length(engine, tokenizer, bridge):
     (asked,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, 1, 4, 30.0, 100.0, 0))
     (whole,) = play(engine, tokenizer, bridge, [huge], Limits(2, 12, None, 4, 30.0, 100.0, 0))
     assert asked.messages[0] == whole.messages[0]  # the question is no observation
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_an_observation_that_leaves_the_policy_no_token_ends_the_episode_by_length(engine, tokenizer, bridge, left):
+    limits = Limits(2, 12, None, 4, 30.0, 100.0, 0)
+    (whole,) = play(engine, tokenizer, bridge, [task(bridge, 1, turns=9)], limits)
+    first = whole.turn.index(2)  # the tokens before the policy's second turn
+    params = replace(sampling(tokenizer), max_tokens=first + left)
+    (episode,) = Player(engine, tokenizer, PARSERS["hermes"].parse, params, limits).play([task(bridge, 1, turns=9)])
+    assert (episode.error, episode.finish_reason, episode.turns) == (None, "length", 1 + left)
+    assert episode.ids == whole.ids[: len(episode.ids)]
+    assert episode.mask[-1] == 1
 
 
 def test_an_error_of_the_engine_ends_the_call_and_the_threads_of_environments(engine, tokenizer, bridge, monkeypatch):

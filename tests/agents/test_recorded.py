@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 
 import pyarrow as pa
@@ -83,6 +85,21 @@ def test_a_run_that_goes_on_keeps_what_earlier_steps_need(tmp_path):
     Recorder(tmp_path).write(2, *batch(2), {"": kind(True)})  # and no row of the other
     kinds = json.loads((tmp_path / "episodes" / "kinds.json").read_text())
     assert kinds == {"": kind(True), "game.py:Game": kind(True)}
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    class Full(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gzip, "open", lambda *_, **__: io.TextIOWrapper(Full(), write_through=True))
+    prompts, episodes = DataProto({}, {"index": [0], "sample": [0]}), DataProto({}, {"episode": [{"seed": 1}]})
+    with pytest.raises(OSError) as caught:
+        Recorder(tmp_path).write(3, episodes, prompts, {})
+    assert caught.value.filename == str(tmp_path / "episodes" / "3.jsonl.gz")
 
 
 def test_what_was_not_recorded_is_an_error(tmp_path):

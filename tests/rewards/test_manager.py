@@ -182,6 +182,23 @@ def test_judges_are_combined_with_weights_and_each_part_is_kept():
     manager.close()
 
 
+@pytest.mark.parametrize("weights", [{"rule": 2.0, "model": 0.5}, {"model": 0.5, "rule": 2.0}])
+def test_a_row_with_a_judge_that_fails_keeps_nothing_of_the_others(weights):
+    def compute_score(solution_str):
+        return 1.0 if "#### 5" in solution_str else 1 / 0
+
+    data = gsm8k_batch()
+    data.batch["rm_scores"] = torch.tensor([[0, 0.25, 0, 1], [0, 2, 0, 0], [3.0, 0, 0, 0]])
+    manager = RewardManager(TOKENIZER, num_examine=0, compute_score=compute_score, weights={"*": weights})
+    answer = manager(data, return_dict=True)
+    manager.close()
+    failed = [failure is not None for failure in answer["failures"]]
+    assert any(failed)
+    assert not all(failed)
+    for row, was in enumerate(failed):
+        assert answer["reward_tensor"][row].any().item() is not was
+
+
 def test_rows_are_judged_by_their_tags_in_one_batch():
     data = make_batch(
         ["#### 5", "1 2", "#### 5"], data_source=["openai/gsm8k", "chat", "openai/gsm8k"], reward_model=[{"ground_truth": "5"}] * 3

@@ -1,5 +1,6 @@
 """Answers are judged as validation in training judges them: by a RewardManager, while others are still being written."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.protocol import DataProto, Ragged
+from lockstep.rewards.as_float import as_float
 from lockstep.rewards.manager import RewardManager
 from lockstep.tools.evaluate.answering import Answerer, Drawing
 from lockstep.tools.evaluate.question import Question, Sample
@@ -87,13 +89,17 @@ def _batch(questions: Sequence[Question], n: int) -> DataProto:
 
 
 def _take(sample: Sample, reward: float, said: dict[str, Any]) -> None:
-    """What the judges said of a sample: numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
+    """What the judges said of a sample: finite numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
     score = said.pop("score", None)
     sample.scores["reward"] = float(reward if score is None else score)
     for said_name, value in said.items():
         name = "said_reward" if said_name == "reward" else said_name  # as validation in training calls it
         if isinstance(value, int | float | np.number | np.bool_):
-            sample.scores[name] = float(value)
+            number = as_float(value)
+            if number is not None and math.isfinite(number):
+                sample.scores[name] = number
+            else:
+                sample.extra[name] = "not a finite number"
         elif name == _PRED or name.endswith(f"_{_PRED}"):
             if value is not None:
                 sample.preds[name.removesuffix(_PRED).removesuffix("_") or "*"] = str(value)

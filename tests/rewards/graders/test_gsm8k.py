@@ -47,6 +47,12 @@ def test_equality_is_numeric_however_the_number_is_written(number, is_negative, 
     assert compute_score(text, f"{truth + 1:f}", method=method, format_score=0.25) == 0.25
 
 
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_two_signs_are_none(method):
+    assert compute_score("#### -$-5", "5", method=method) == 1.0
+    assert compute_score("#### -$-5", "-5", method=method) == 0.0
+
+
 def documented():
     rows = re.findall(r"^\| `(.*?)` \| (none|-?[0-9.]+) \|", DOCS.read_text(), re.MULTILINE)
     return [(response.replace("⏎", "\n"), None if number == "none" else number) for response, number in rows]

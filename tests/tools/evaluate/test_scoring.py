@@ -49,6 +49,16 @@ def test_each_answer_has_its_scores_and_what_cannot_be_judged_its_reason():
     assert found["scores"]["acc"]["mean@2"]["value"] == pytest.approx((0.5 + 0 + 0) / 3)
 
 
+def test_numbers_of_a_reward_that_are_not_finite_are_no_scores_of_it():
+    def judge(solution_str):
+        return {"score": 1.0, "huge": 10**400, "nan": float("nan"), "fine": 2}
+
+    (sample,) = ask_and_judge(Says(), [question("a")], Drawing(n=1, temperature=1.0), {"compute_score": judge}, lambda: None)
+    assert sample.failure is None
+    assert sample.scores == {"reward": 1.0, "fine": 2.0}
+    assert set(sample.extra) == {"huge", "nan"}
+
+
 def test_the_likeliest_choice_is_taken_as_it_is_and_per_character():
     def asked(label):
         return Question("h", "", "", True, {"extra_info": {"label": label}}, choices=(" ab", " a longer ending"))
