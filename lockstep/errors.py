@@ -5,6 +5,7 @@ LockstepError
  |- ConfigError      (ValueError)    a key or value in the configuration cannot work
  |- DataError        (ValueError)    a file, row or model folder cannot be used
  |- ResourceError    (RuntimeError)  the machine or cluster is too small, or cannot be reached
+ |   '- OutOfMemory                  the memory of a device was not enough for a stage of a step
  |- MissingExtra     (ImportError)   an optional package is needed and not installed
  |- MissingReward    (NotImplementedError)  a data_source has no reward function
  |- RewardError      (RuntimeError)  a reward function raised, hung, or returned something that is not a score
@@ -46,6 +47,10 @@ class DataError(LockstepError, ValueError):
 
 class ResourceError(LockstepError, RuntimeError):
     """The machine or cluster lacks what the run asks for, or cannot be reached."""
+
+
+class OutOfMemory(ResourceError):
+    """The memory of a device was not enough for a stage of a step."""
 
 
 class MissingExtra(LockstepError, ImportError):
@@ -126,6 +131,15 @@ class WorkerTimeout(WorkerError):
 
     def __str__(self) -> str:
         return f"worker {self.worker} did not answer in time: {self.detail}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device ran out of memory, here or in a worker."""
+    if isinstance(error, WorkerError):
+        return "OutOfMemory" in error.detail
+    return (
+        isinstance(error, OutOfMemory) or type(error).__name__ == "OutOfMemoryError"
+    )  # torch's own; this file does not import torch
 
 
 def is_nonfinite(error: Exception) -> bool:

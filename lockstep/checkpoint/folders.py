@@ -81,6 +81,7 @@ _STATE_KEYS: dict[str, Callable[[Any], bool]] = {
     "metrics": _is_numbers,
     "num_prompt_batches": _is_count,
     "num_train_rows": _is_count,
+    "reward_failures_bytes": _is_count,
     "train_files_digest": lambda value: isinstance(value, str),
     "numbers": _is_counts_by_pool,
     "sampler_drift": lambda value: isinstance(value, int | float | None),

@@ -165,7 +165,7 @@ class _JsonLines:
         """Why the last lines are not in the file, where they are not."""
         if path.exists():
             if resume_step is None:
-                path.rename(_free_name(path))
+                path.rename(free_name(path))
             else:
                 _drop_steps_after(path, resume_step)
         path.open("ab").close()
@@ -201,7 +201,8 @@ def _strict(value: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """The first of NAME.1.jsonl, NAME.2.jsonl, ... that is not taken."""
     names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
     return next(name for name in names if not name.exists())
 

@@ -11,6 +11,7 @@ A recipe is a subclass: it says what a step, a validation and a checkpoint are. 
 """
 
 import dataclasses
+import gc
 import os
 import time
 from abc import ABC, abstractmethod
@@ -30,14 +31,14 @@ from lockstep.config.resume import kept_values
 from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerError, WorkerTimeout, is_nonfinite
+from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerTimeout, is_nonfinite, is_out_of_memory
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
-from lockstep.observability.trackers import Tracking
+from lockstep.observability.trackers import Tracking, free_name
 from lockstep.trainer.skipped import heed_skipped
 from lockstep.trainer.start import find_checkpoint
-from lockstep.trainer.stop import StopSignals, unvalidated
+from lockstep.trainer.stop import StopSignals, logged_metrics
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 
@@ -189,12 +190,13 @@ class Run(ABC):
                 self._resume()
                 self.alarms.resume(self._metrics_file, self.global_steps)
                 (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
-                owed = unvalidated(self._metrics_file, self.global_steps) if self._validates_after(self.global_steps) else None
-                with self._tracking(owed is not None) as tracking, self.display, frozen_objects():
+                again = self._line_to_complete()
+                with self._tracking(again is not None) as tracking, self.display, frozen_objects():
+                    self._drop_repeated_failures()
                     self._introduce()
-                    if self.has_validation and (config.val_only or owed or (config.val_before_train and not self.global_steps)):
+                    if self.has_validation and (config.val_only or again or (config.val_before_train and not self.global_steps)):
                         metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
-                        tracking.log((owed or {}) | metrics, self.global_steps)
+                        tracking.log((again or {}) | metrics, self.global_steps)
                         self.alarms.step(self.global_steps, metrics, [])
                         self.display.step(self.global_steps, metrics)
                     while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
@@ -260,6 +262,15 @@ class Run(ABC):
 
     def _validates_after(self, step: int) -> bool:
         return self.has_validation and self.is_due(self.section.test_freq, step)
+
+    def _line_to_complete(self) -> dict[str, Any] | None:
+        """The metrics that the file has of the checkpoint's step, where a validation is to be added to them: one that is owed, or that of
+        trainer.val_only."""
+        line = logged_metrics(self._metrics_file, self.global_steps)
+        if line is None or not self.has_validation:
+            return None
+        is_owed = self._validates_after(self.global_steps) and "timing_s/testing" not in line
+        return line if is_owed or self.section.val_only else None
 
     @property
     def _metrics_file(self) -> Path:
@@ -335,8 +346,7 @@ class Run(ABC):
 
         Raises Stopped where it would, but was asked to stop: a signal to all processes of a job may end workers first.
         """
-        detail = error.detail if isinstance(error, WorkerError) else ""
-        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or "OutOfMemory" in detail
+        is_lost = isinstance(error, WorkerDied | WorkerTimeout) or is_out_of_memory(error)
         rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
         if not (is_lost or rolls_back) or self.num_restarts >= self.section.max_restarts:
             return False
@@ -360,6 +370,7 @@ class Run(ABC):
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
         self._unsaved, self._is_alarmed = None, False
         unfreeze_objects()  # what the lost ones held here is garbage now
+        gc.collect()
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
@@ -415,8 +426,27 @@ class Run(ABC):
             "config": kept_values(self.config),
             "validation_before": self.validation_before,
             "left_out": self.left_out,
+            "reward_failures_bytes": self._failures_file.stat().st_size if self._failures_file.is_file() else 0,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
         }
+
+    @property
+    def _failures_file(self) -> Path:
+        return self.section.run_dir / "reward_failures.jsonl"
+
+    def _drop_repeated_failures(self) -> None:
+        """Cut reward_failures.jsonl to what it was at the checkpoint, since the steps after that are done again. That of an older run is
+        kept as reward_failures.N.jsonl, as its metrics are."""
+        file = self._failures_file
+        if not file.is_file():
+            return
+        is_own = self._from is not None and self._from[0].resolve().parent == self.section.run_dir.resolve()
+        if self._from is None or not is_own:
+            file.rename(free_name(file))
+            return
+        size = self._from[1].get("reward_failures_bytes")
+        if size is not None and size < file.stat().st_size:
+            os.truncate(file, size)
 
     def _resume(self) -> None:
         """Take over the checkpoint that was found."""

@@ -57,13 +57,13 @@ class StopSignals:
             raise Stopped(self.asked, self._ended(f"{self.asked.name}: {why} before this step was saved"))
 
 
-def unvalidated(metrics_file: Path, step: int) -> dict[str, Any] | None:
-    """The metrics of a step in the run's file, where it has no validation; else None. A stop does not wait for one that is due."""
+def logged_metrics(metrics_file: Path, step: int) -> dict[str, Any] | None:
+    """The metrics of a step in the run's file; None for step 0 and for a step that it does not have."""
     lines = metrics_file.read_text(errors="replace").splitlines() if step and metrics_file.is_file() else []
     for line in lines:
         with suppress(ValueError):  # a line that a crash cut
             row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") == step and "timing_s/testing" not in row:
+            if isinstance(row, dict) and row.get("step") == step:
                 return {name: value for name, value in row.items() if name not in ("step", "time")}
     return None
 

@@ -12,11 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.checkpoint import folders
 from lockstep.config.trainer import TrainerConfig
 from lockstep.data.schedule import batch_at
-from lockstep.errors import Alarmed, ConfigError, DataError, NumericalError, ResourceError, Stopped, WorkerDied, WorkerError
+from lockstep.errors import (
+    Alarmed,
+    ConfigError,
+    DataError,
+    NumericalError,
+    OutOfMemory,
+    ResourceError,
+    Stopped,
+    WorkerDied,
+    WorkerError,
+)
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking, _JsonLines
 from lockstep.trainer.run import Run
@@ -270,6 +281,42 @@ def test_the_metrics_of_a_step_are_on_the_disk_before_its_checkpoint_has_its_nam
         (1, ["global_step_1.incomplete"]),
         (2, ["global_step_1", "global_step_2.incomplete"]),
     ]
+
+
+def test_a_failed_reward_is_recorded_once_wherever_the_run_is_killed(tmp_path):
+    """A step that is done again records its failures again; so does a start that is thrown away."""
+
+    class Failing(Counting):
+        killed_at = None
+
+        def _validate(self):
+            return self._failed(f"validation {self.global_steps}") or super()._validate()
+
+        def _step(self):
+            self._failed(f"step {self.global_steps + 1}")
+            return super()._step()
+
+        def _failed(self, what):
+            with (self.section.run_dir / "reward_failures.jsonl").open("a") as file:
+                file.write(json.dumps({"what": what}) + "\n" + '{"cut')
+                file.flush()
+                if what == self.killed_at:
+                    raise Killed
+                file.truncate(file.tell() - len('{"cut'))
+
+    def failures(folder, name="reward_failures.jsonl"):
+        return (folder / name).read_text()
+
+    keys = {"save_freq": 2, "test_freq": 3}
+    Failing(tmp_path / "whole", 5, **keys).fit()
+    for moment in ("step 1", "step 3", "validation 3", "step 4", "validation 5"):
+        killed = Failing(tmp_path / moment, 5, **keys)
+        killed.killed_at = moment
+        with pytest.raises(Killed):
+            killed.fit()
+        Failing(tmp_path / moment, 5, **keys).fit()
+        assert failures(tmp_path / moment) == failures(tmp_path / "whole"), moment
+    assert failures(tmp_path / "step 1", "reward_failures.1.jsonl").endswith('{"what": "step 1"}\n{"cut')
 
 
 def test_a_tracker_that_a_kill_left_behind_is_repaired_by_the_next_start_also_of_a_run_that_is_done(tmp_path):
@@ -625,6 +672,15 @@ def test_val_only_trains_nothing(tmp_path):
     assert logged(tmp_path) == [{"step": 0, "val-core/count": 0.0}]
 
 
+def test_val_only_of_a_resumed_run_completes_the_line_of_its_step(tmp_path):
+    Counting(tmp_path, 3, test_freq=2, save_freq=1).fit()
+    for _ in range(2):
+        result = Counting(tmp_path, 3, test_freq=2, val_only=True).fit()
+        assert result.last_validation == {"val-core/count": 6.0}
+        assert [row["step"] for row in logged(tmp_path)] == [0, 1, 2, 3]
+        assert logged(tmp_path)[-1] == {"step": 3, "count": 6, "val-core/count": 6.0}
+
+
 def test_a_recipe_ends_early_by_making_this_step_the_last_which_is_saved(tmp_path):
     class Enough(Counting):
         def _validate(self):
@@ -716,6 +772,23 @@ def test_a_run_that_loses_its_workers_ends_as_one_that_does_not(tmp_path, save_f
     assert len(said) == 3
     assert "critic rank 1 died: its process ended" in said[0]
     assert "restart 1 of at most 3" in said[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemory("out of memory in stage update_actor"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        WorkerError("actor rank 0", "OutOfMemory: out of memory in stage update_actor"),
+        WorkerError("actor rank 0", "RuntimeError: x\ntorch.OutOfMemoryError: CUDA out of memory"),
+    ],
+    ids=["here", "of torch here", "in a worker", "of torch in a worker"],
+)
+def test_a_run_that_runs_out_of_memory_begins_again(tmp_path, error):
+    assert Losing(tmp_path, 4, at=[3], error=error, max_restarts=1, save_freq=1).fit().steps == 4
+    assert logged(tmp_path)[-1] == {"step": 4, "count": 8, "val-core/count": 8.0}
+    with pytest.raises(ResourceError, match="too few"):
+        Losing(tmp_path / "other", 4, at=[3], error=ResourceError("too few GPUs"), max_restarts=1, save_freq=1).fit()
 
 
 def test_workers_are_started_again_so_often_and_for_what_a_restart_can_mend_only(tmp_path):

@@ -31,6 +31,7 @@ from lockstep.observability import metrics as kinds
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
+from lockstep.trainer.ppo.missing_rewards import record_failures
 from lockstep.trainer.ppo.scored import Scored
 
 _ABOUT = "about"
@@ -154,7 +155,10 @@ class JournaledScorer:
             batch.meta_info |= columns.meta_info
             failures = [None if failure is None else Failure(**failure) for failure in more["failures"]]
             metrics = {name: getattr(kinds, kind)(*values) for name, (kind, values) in more["metrics"].items()}
-            return Scored(failures, more["total"], more["extra"], more["parts"]), metrics
+            scored = Scored(failures, more["total"], more["extra"], more["parts"])
+            if any(failures):  # a resumed run drops the lines of the steps that it does again
+                record_failures(self._scorer.run_dir, number, batch, scored, self._scorer.tokenizer)
+            return scored, metrics
         scored, metrics = self._scorer.score(batch, number, scoring)
         failed = [None if failure is None else dataclasses.asdict(failure) for failure in scored.failures]
         told = {name: [type(metric).__name__, list(dataclasses.astuple(metric))] for name, metric in metrics.items()}

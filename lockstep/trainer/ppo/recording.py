@@ -23,6 +23,7 @@ from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError, RewardError
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.plain import is_number
 from lockstep.trainer.ppo.reward_columns import set_parts
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.utils.hf_config import read_model_config
@@ -115,7 +116,7 @@ def load_recording(folder: Path) -> Recording:
 
 
 def number_parts(scored: Scored) -> list[str]:
-    """The judges and the keys of a reward function that gave a number to every row whose reward is not missing."""
+    """The judges and the keys of a reward function that gave a finite number to every row whose reward is not missing."""
     known = [i for i, failure in enumerate(scored.failures) if failure is None]
     columns = {**scored.extra, **scored.parts}
-    return [name for name, values in columns.items() if known and all(isinstance(values[i], int | float) for i in known)]
+    return [name for name, values in columns.items() if known and all(is_number(values[i]) for i in known)]

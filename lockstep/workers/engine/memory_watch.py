@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.errors import ResourceError
+from lockstep.errors import OutOfMemory
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Max, Metric
 
@@ -25,7 +25,7 @@ class MemoryWatch:
     def stage(self, name: str, token_counts: Sequence[int], budget: Budget | None, key: str) -> Iterator[None]:
         """A stage over rows of these token counts, cut by `budget`; `key` is the config key that lowers its memory first.
 
-        Raises ResourceError, with the stage, the sizes and the key, in the place of an out-of-memory error.
+        Raises OutOfMemory, with the stage, the sizes and the key, in the place of an out-of-memory error.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -34,7 +34,7 @@ class MemoryWatch:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            raise ResourceError(_advice(name, token_counts, budget, key, str(error))) from error
+            raise OutOfMemory(_advice(name, token_counts, budget, key, str(error))) from error
         if self._device.type == "cuda":
             peaks = _peaks.setdefault(self._device, {})
             for kind, peak in (("allocated", torch.cuda.max_memory_allocated), ("reserved", torch.cuda.max_memory_reserved)):

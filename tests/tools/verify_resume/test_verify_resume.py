@@ -102,7 +102,8 @@ def write_run(run_dir: Path, weight: float = 1.0, reward: float = 0.5) -> Path:
     write_weights(draft / "model.safetensors", {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, tensors.items())
     folders.write_state(draft, {"global_steps": 1})
     folders.publish(draft, {})
-    lines = [{"step": 1, "time": random.random(), "timing_s/step": random.random(), "reward": reward}]
+    times = ("time", "timing_s/step", "perf/throughput", "agent/environment_s", "agent/environment_s/max", "agent/wait_s")
+    lines = [{"step": 1, **{name: random.random() for name in times}, "reward": reward}]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir
 

@@ -54,8 +54,10 @@ class Scores:
 
     extra: Any = ("a", None, {"b": [1, float("inf")]})
 
-    def __init__(self) -> None:
-        self.calls = 0
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: str(tokens))
+
+    def __init__(self, run_dir: Path) -> None:
+        self.calls, self.run_dir = 0, run_dir
 
     def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Any]]:
         self.calls += 1
@@ -73,7 +75,7 @@ class Step:
     """One step's generation and scoring, with a journal in `folder`."""
 
     def __init__(self, folder: Path, *overrides: str, weights: Any = ("w",)) -> None:
-        self.rollout, self.scores, self.said = Rollout(), Scores(), list[str]()
+        self.rollout, self.scores, self.said = Rollout(), Scores(folder), list[str]()
         self.config = load_config([f"trainer.default_local_dir={folder}", "trainer.max_restarts=1", *overrides])
         self.journal = Journal(self.config, lambda: weights, self.said.append)
         self.generator, self.scorer = journaled(self.rollout, self.scores, self.journal)
@@ -115,6 +117,13 @@ def test_what_was_done_is_not_done_again_and_is_the_same(tmp_path: Path, first: 
     assert batch.meta_info == expected.meta_info
     assert scored == scored_before
     assert metrics == metrics_before
+
+
+def test_failures_that_come_from_the_journal_are_recorded_again(tmp_path: Path, first: Any) -> None:
+    """A resumed run has dropped the lines of the step that it does again."""
+    Step(tmp_path)()
+    (line,) = map(json.loads, (tmp_path / "reward_failures.jsonl").read_text().splitlines())
+    assert (line["batch"], line["kind"], line["response"]) == (1, "timeout", "[7]")
 
 
 def test_a_response_that_was_not_scored_is_scored(tmp_path: Path, first: Any) -> None:

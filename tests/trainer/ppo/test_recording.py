@@ -1,5 +1,6 @@
 """A recorded step: everything is in the folder, and the run does not notice."""
 
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def test_parts_are_what_is_a_number_in_every_row_that_has_a_reward():
     scored = Scored(
         failures=[None, Failure("raised", "x"), None],
         total=[1.0, 0.0, 2.0],
-        extra={"score": [1.0, None, 2.0], "text": ["a", None, "b"], "some": [1.0, None, None]},
+        extra={"score": [1.0, None, 2.0], "text": ["a", None, "b"], "some": [1.0, None, None], "aux": [math.nan, None, 1.0]},
         parts={"rule": [1.0, None, 0.0]},
     )
     assert number_parts(scored) == ["score", "rule"]
