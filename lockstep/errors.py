@@ -27,6 +27,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
+from lockstep.utils.printable import say
+
 
 class LockstepError(Exception):
     """Base class of every error that is the user's to fix."""
@@ -156,7 +158,7 @@ def as_command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]]
         try:
             return main(arguments)
         except LockstepError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", is_error=True)  # it may quote what a model or a file says
             return error.exit_status
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

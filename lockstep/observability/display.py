@@ -24,7 +24,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.observability.eta import Due, Eta
+from lockstep.observability.safe_console import SafeConsole
 from lockstep.observability.waiting import LINES, leave_terminal, now_running, shown_waits
+from lockstep.utils.printable import printable
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def make_display(stream: TextIO | None = None, view: View = PPO_VIEW) -> Display
     """A live view when `stream` (default: standard output) is a terminal that no debugger needs, else plain lines."""
     stream = sys.stdout if stream is None else stream
     if is_live_terminal(stream):
-        return LiveDisplay(Console(file=stream, force_terminal=True), view)
+        return LiveDisplay(SafeConsole(file=stream, force_terminal=True), view)
     LINES.start(stream)
     return PlainDisplay(stream, view)
 
@@ -125,7 +127,7 @@ class PlainDisplay(Display):
             self.message(line)
 
     def message(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
+        self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
         LINES.heard()
 

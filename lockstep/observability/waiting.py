@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from lockstep.observability.spans import Progress, running
+from lockstep.utils.printable import printable
 
 LOG_EVERY_S = 10.0
 _NAMES = {
@@ -72,7 +73,7 @@ class Lines:
         """Write the line, if it is time for one."""
         stream = self._stream
         if stream is not None and time.monotonic() - self._said_at >= LOG_EVERY_S and (text := now_running()):
-            stream.write(f"  {text}\n")
+            stream.write(f"  {printable(text)}\n")
             stream.flush()
             self.heard()
 
@@ -120,12 +121,13 @@ def shown_waits(stream: IO[str], is_live: bool) -> Iterator[None]:
 
 def _take_terminal(stream: IO[str]) -> None:
     global _area, _streams
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
+    from lockstep.observability.safe_console import SafeConsole
+
     _streams = sys.stdout, sys.stderr
-    console = Console(file=stream, force_terminal=True)
+    console = SafeConsole(file=stream, force_terminal=True)
     _area = Live(get_renderable=lambda: Text(now_running(), no_wrap=True), console=console, refresh_per_second=4, transient=True)
     _area.start(refresh=True)
 

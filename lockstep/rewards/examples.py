@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.protocol import DataProto
-from lockstep.utils.printable import printable
+from lockstep.utils.printable import say
 
 
 def print_examples(
@@ -31,4 +31,4 @@ def print_examples(
                 f"[response] {decode(data.ragged('responses')[i])}\n[ground_truth] {(reward_model or {}).get('ground_truth')}\n"
                 f"[score] {f'missing: {failure.kind}' if failure else f'{scores[i]:g}'}"
             )
-            print(printable(shown))
+            say(shown)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.tools.generate import add_sampling_arguments, encode, sampling_of
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
-from lockstep.utils.printable import printable
+from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import Completion
@@ -83,7 +83,7 @@ class Chat:
             (ids,) = encode(self._tokenizer, [self.messages], as_chat=True, system=self._system)
         except DataError as error:
             self.messages.pop()
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", is_error=True)
             return
         self._num_answers += 1
         with _interrupts() as is_interrupted:
@@ -91,7 +91,7 @@ class Chat:
             completion = self._print_answer(index, is_interrupted)
         if completion.error is not None:
             self.messages.pop()
-            print(f"error: {completion.error}; /reset begins a new conversation", file=sys.stderr)
+            say(f"error: {completion.error}; /reset begins a new conversation", is_error=True)
             return
         text = str(self._tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": text})

@@ -14,6 +14,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.sft import TRAIN_ON
 from lockstep.errors import DataError, as_command
 from lockstep.utils.model_source import SMOLLM2
+from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:
     from lockstep.data.token_rows import TokenRow
@@ -54,7 +55,7 @@ def _show_rows(options: argparse.Namespace) -> int:
         try:
             print(_shown(dataset.place(position), dataset.read([position])[0], tokenizer))
         except DataError as error:
-            print(f"--- cannot be used: {error}\n")
+            say(f"--- cannot be used: {error}\n")
     return _sum_up(dataset)
 
 
@@ -65,8 +66,11 @@ def _shown(place: str, read: ReadRow, tokenizer: Any) -> str:
     cut = num_shared(read.tokens) if len(read.tokens) > 1 else 0
     lines = [_marked(read.tokens[0].select(slice(0, cut)), tokenizer)] if cut else []
     for name, row in zip((", chosen", ", rejected") if cut else ("",), read.tokens, strict=True):
-        lines += [f"--- {place}{name}: {_counts([row])}", _marked(row.select(slice(cut, None)), tokenizer, is_start=not cut)]
-    return "\n".join([*([f"--- {place}, prompt: {cut} tokens"] if cut else []), *lines, ""])
+        lines += [
+            f"--- {printable(place)}{name}: {_counts([row])}",
+            _marked(row.select(slice(cut, None)), tokenizer, is_start=not cut),
+        ]
+    return "\n".join([*([f"--- {printable(place)}, prompt: {cut} tokens"] if cut else []), *lines, ""])
 
 
 def _counts(rows: Sequence[TokenRow]) -> str:
@@ -80,7 +84,7 @@ def _marked(row: TokenRow, tokenizer: Any, is_start: bool = False) -> str:
     opening, closing = (_GREEN, _PLAIN) if is_terminal else ("[[", "]]")
     text = ""
     for is_trained, pieces in groupby(_pieces(row, tokenizer, is_start), key=lambda piece: piece[0]):
-        part = "".join(piece for _, piece in pieces)
+        part = printable("".join(piece for _, piece in pieces))
         text += f"{opening}{part}{closing}" if is_trained else part
     return text
 
@@ -105,12 +109,12 @@ def _sum_up(dataset: TrainingRows) -> int:
         except DataError as error:
             wrong.append(str(error))
     lengths = sorted(map(len, rows)) or [0]
-    print(f"{len(positions)} of {len(dataset)} rows read: {_counts(rows) if rows else 'none can be used'}")
-    print(f"tokens in a row: median {lengths[len(lengths) // 2]}, most {lengths[-1]}")
+    say(f"{len(positions)} of {len(dataset)} rows read: {_counts(rows) if rows else 'none can be used'}")
+    say(f"tokens in a row: median {lengths[len(lengths) // 2]}, most {lengths[-1]}")
     if skipped := getattr(dataset, "num_skipped", 0):
-        print(f"left out, since chosen and rejected are the same: {skipped}")
+        say(f"left out, since chosen and rejected are the same: {skipped}")
     if wrong:
-        print("\n".join([f"cannot be used: {len(wrong)}", *(f"  {reason}" for reason in wrong[:5])]))
+        say("\n".join([f"cannot be used: {len(wrong)}", *(f"  {reason}" for reason in wrong[:5])]))
     return 1 if wrong else 0
 
 
@@ -128,9 +132,9 @@ def _show_prompts(options: argparse.Namespace) -> int:
     dataset = RLHFDataset(options.files, tokenizer, config)
     for position in range(min(options.rows, len(dataset))):
         item = dataset[position]
-        print(f"--- row {item['index']}: {len(item['prompt_ids'])} tokens, data_source {item.get('data_source')}")
-        print(tokenizer.decode(item["prompt_ids"]), end="\n\n")
-    print(f"{len(dataset)} rows")
+        say(f"--- row {item['index']}: {len(item['prompt_ids'])} tokens, data_source {item.get('data_source')}")
+        say(tokenizer.decode(item["prompt_ids"]) + "\n")
+    say(f"{len(dataset)} rows")
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.sampling import SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
-from lockstep.utils.printable import printable
+from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import Completion
@@ -59,7 +59,7 @@ def _generate(loaded: LoadedModel, prompts: Sequence[Any], options: argparse.Nam
         if len(places) > 1:
             print(f"--- prompt {i + 1}, sample {k + 1}: {completion.finish_reason}, {len(completion.ids)} tokens")
         if completion.error is not None:
-            print(f"error: {completion.error}", file=sys.stderr)
+            say(f"error: {completion.error}", is_error=True)
         elif options.log_probs:
             _print_log_probs(loaded.tokenizer, completion)
         else:

@@ -18,6 +18,7 @@ from lockstep.observability.spans import progress
 from lockstep.observability.waiting import leave_terminal
 from lockstep.trainer.program import read_tokenizer, run_program, worker_group
 from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
+from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -57,7 +58,7 @@ def run(config: PPOConfig) -> None:
     with opened(config) as trainer:
         trainer.init_workers()
         result = trainer.fit()
-    print(summarise(result, EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)))
+    say(summarise(result, EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)))
     if trainer.device == "cuda":
         import torch
 

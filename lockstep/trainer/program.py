@@ -20,7 +20,7 @@ from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
 from lockstep.observability.trackers import check_trackers
 from lockstep.observability.waiting import shown_waits
-from lockstep.utils.printable import printable
+from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
     from lockstep.config.engine import ModelConfig
@@ -57,23 +57,23 @@ def run_program(
         with shown_waits(sys.stdout, is_live):  # it may have to import PyTorch to know the device
             config = load(overrides, config_file)
         check_trackers(config.trainer.logger)
-        print(f"the run's folder: {config.trainer.run_dir}", flush=True)
+        say(f"the run's folder: {config.trainer.run_dir}", flush=True)
         check_folder(config.trainer.run_dir)
         with shown_waits(sys.stdout, is_live):
             with progress("importing PyTorch and transformers"):
                 import_module("lockstep.workers.engine_workers")
             run(config)
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        say(stopped, is_error=True)
         return stopped.exit_status
     except LockstepError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
+        say(f"error: {error}", is_error=True)  # it may quote what a model wrote
         return error.exit_status
     except OSError as error:
         if error.filename is None and error.errno not in _NO_SPACE:
             raise
         advice = "free some space" if error.errno in _NO_SPACE else "make it one that can be read and written, or name another"
-        print(printable(f"error: {error.filename or 'a file'}: {error.strerror}; {advice}"), file=sys.stderr)
+        say(f"error: {error.filename or 'a file'}: {error.strerror}; {advice}", is_error=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -103,7 +103,7 @@ def stage_program(
         with opened(config) as trainer:
             trainer.init_workers()
             result = trainer.fit()
-        print(summarise_stage(result, trainer.view.validation))
+        say(summarise_stage(result, trainer.view.validation))
 
     def main(arguments: Sequence[str] | None = None) -> int:
         """Train as the command line says; returns the exit status."""

@@ -10,6 +10,7 @@ from lockstep.data.preprocess.recipe import Recipe
 from lockstep.data.preprocess.sources import SourceFiles, find_files
 from lockstep.data.preprocess.writing import write_split
 from lockstep.errors import DataError, as_command
+from lockstep.utils.printable import say
 
 RECIPES = {
     "gsm8k": gsm8k.RECIPE,
@@ -71,15 +72,15 @@ def preprocess(recipe: Recipe, sources: Sequence[str] | None, out: Path, instruc
 
     for split, target in targets.items():
         account = accounts[split]
-        print(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
+        say(f"{split}: {account.num_read} rows read, {account.num_written} written to {out / target}")
         if account.unusable:
-            print(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
+            say(f"{split}: rows that cannot be used: {account.num_read - account.num_written}\n{account.table()}")
     for name in {TRAIN_FILE, HELD_OUT_FILE} - set(targets.values()):
         if (out / name).is_file():
-            print(f"warning: {out / name} was there before; this source has no such split, and the file is not of it")
+            say(f"warning: {out / name} was there before; this source has no such split, and the file is not of it")
     not_used = [*(f"split {name}" for name in found.splits if name not in targets), *found.unused]
     if not_used:
-        print(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")
+        say(f"not used: {', '.join(not_used[:10])}{f' and {len(not_used) - 10} more' if len(not_used) > 10 else ''}")
 
 
 def _parser() -> argparse.ArgumentParser:

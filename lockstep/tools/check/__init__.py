@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.errors import ConfigError, as_command
+from lockstep.utils.printable import say
 
 USAGE = """usage: lockstep check loss NAME [argument=number ...]
        lockstep check advantage NAME [argument=number ...]
@@ -27,7 +28,7 @@ _EXAMPLES = 100
 def main(arguments: Sequence[str]) -> int:
     """Run the properties; 0 when all hold, 1 when one does not or the command cannot be run."""
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(USAGE)
+        say(USAGE)
         return 0
     checks = {"loss": check_loss, "advantage": check_advantage, "preference": check_preference}
     if len(arguments) < 2 or arguments[0] not in checks:
@@ -105,16 +106,16 @@ def _run(
     for label, check in {**properties, **warnings}.items():
         failure = smallest_failure(strategy, functools.partial(check, subject), max_examples)
         if failure is None:
-            print(f"  ok       {label}")
+            say(f"  ok       {label}")
             continue
         case, violation = failure
         is_warning = label in warnings
         holds = holds and is_warning
-        print(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
-        print(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
+        say(f"  {'warning' if is_warning else 'FAILED '}  {label}: {(check.__doc__ or '').strip()}")
+        say(textwrap.indent(f"{violation}\nthe smallest batch:\n{_describe(case, names)}", " " * 11))
         if check is next(iter(properties.values())):
             break  # the shapes are wrong: every other property would say the same again
-    print(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
+    say(f"{name}: {'every property holds' if holds else 'a property does not hold'} ({max_examples} batches for each)")
     return holds
 
 

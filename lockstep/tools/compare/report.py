@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from lockstep.observability.safe_console import SafeConsole
 
 _NUM_TOKENS = 2
 _MIN_WIDTH = 132
@@ -133,9 +134,9 @@ def print_comparison(comparison: Comparison, stream: TextIO) -> None:
     """The tables: numbers and cosines, then the tokens that each algorithm pushes most (two up and two down). No number is cut where
     the terminal is narrow: its lines are broken."""
     numbers, cosines = _numbers_table(comparison.results), _cosine_table(comparison)
-    console = Console(file=stream)
-    needed = max(Console(file=stream, width=_ANY_WIDTH).measure(table).maximum for table in (numbers, cosines))
-    console = Console(file=stream, width=max(console.width, needed, 0 if console.is_terminal else _MIN_WIDTH))
+    console = SafeConsole(file=stream)
+    needed = max(SafeConsole(file=stream, width=_ANY_WIDTH).measure(table).maximum for table in (numbers, cosines))
+    console = SafeConsole(file=stream, width=max(console.width, needed, 0 if console.is_terminal else _MIN_WIDTH))
     console.print(describe_source(comparison.source), highlight=False)
     console.print(numbers)
     console.print(cosines)
@@ -182,7 +183,7 @@ def _tokens_table(results: Sequence[AlgorithmResult], width: int) -> Table:
                 numbers.add_row(
                     Text(r.name), f"{sign}{token.share:.2%}", f"{token.advantage:+.2f}", f"{token.ratio:.3f}", str(token.row)
                 )
-    left = max(width - Console(width=_ANY_WIDTH).measure(numbers).maximum - 2, _LEAST_TEXT)
+    left = max(width - SafeConsole(width=_ANY_WIDTH).measure(numbers).maximum - 2, _LEAST_TEXT)
     for *cells, place in zip(*(column.cells for column in numbers.columns), places, strict=True):
         place.truncate(left, overflow="ellipsis")
         table.add_row(*cells, place)

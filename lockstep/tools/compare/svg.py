@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
+from lockstep.observability.safe_console import SafeConsole
 from lockstep.tools.compare.report import SHARES, AlgorithmResult, Comparison, Excerpt, describe_source, number, visible
 
 _WIDTH = 200
@@ -38,7 +39,7 @@ _SVG = """\
 
 def draw_comparison(comparison: Comparison) -> str:
     """The picture, as the text of an SVG file."""
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH, color_system="truecolor", force_terminal=True)
+    console = SafeConsole(record=True, file=io.StringIO(), width=_WIDTH, color_system="truecolor", force_terminal=True)
     console.print(
         Text("What each algorithm would do with the same batch", "bold"), Text(describe_source(comparison.source)), sep="\n"
     )

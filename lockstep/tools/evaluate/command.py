@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from lockstep import __version__
@@ -22,6 +21,7 @@ from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import read_overrides
 from lockstep.errors import ConfigError, as_command
+from lockstep.observability.safe_console import SafeConsole
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ def main(arguments: Sequence[str]) -> int:
     options = read_arguments(arguments)
     from lockstep.tools.evaluate.results import print_table
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
+    console = SafeConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
     results = evaluate(options, console)
     print_table(results, console)
     console.print(f"results and samples: {results['folder']}", soft_wrap=True)
     return 0
 
 
-def evaluate(options: argparse.Namespace, console: Console | None = None) -> dict[str, Any]:
+def evaluate(options: argparse.Namespace, console: SafeConsole | None = None) -> dict[str, Any]:
     """Evaluate as the options of the command say; returns what results.json has, and writes it and samples.jsonl.
 
     Raises LockstepError for a model, data or a reward that cannot be used, all but the model before it is loaded.

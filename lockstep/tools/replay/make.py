@@ -9,6 +9,7 @@ from lockstep.checkpoint import folders
 from lockstep.errors import DataError, as_command
 from lockstep.tools.replay import PROGRAMS
 from lockstep.trainer.capsule import write_capsule
+from lockstep.utils.printable import say
 
 
 @as_command
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         newest = folders.newest(given.run)
         run.left_out[:] = folders.read_state(newest)["left_out"] if newest is not None else []
         path = write_capsule(run, given.step, path=given.out)
-    print(f"step {given.step} is in {path}: lockstep replay {path}")
+    say(f"step {given.step} is in {path}: lockstep replay {path}")
     return 0
 
 

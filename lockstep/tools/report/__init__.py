@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import LockstepError
+from lockstep.utils.printable import say
 
 _MAX_BYTES = 58_000_000
 """Of the data in a file: what a browser opens in two seconds."""
@@ -25,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--samples {options.samples}: at least 0")
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html"))
     try:
-        print(write_report(options.runs, out, options.samples))
+        say(write_report(options.runs, out, options.samples))
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", is_error=True)
         return 1
     except OSError as error:
-        print(f"error: {out} cannot be written: {error}; name another file with --out", file=sys.stderr)
+        say(f"error: {out} cannot be written: {error}; name another file with --out", is_error=True)
         return 1
     return 0
 

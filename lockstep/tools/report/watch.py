@@ -13,6 +13,7 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.tools.report.assemble import assemble
 from lockstep.tools.report.blocks import Block
 from lockstep.tools.report.collector import Collector
+from lockstep.utils.printable import say
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = make_server(options.runs, options.port)
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", is_error=True)
         return 1
     except (OSError, OverflowError) as error:
         print(f"error: port {options.port} cannot be taken: {error}; choose another with --port", file=sys.stderr)

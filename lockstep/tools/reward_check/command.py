@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, as_command
+from lockstep.observability.safe_console import SafeConsole
 from lockstep.trainer.setup import reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, number in (("rows", options.rows), ("model-samples", options.model_samples)):
         if number is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, not {number}")
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
+    console = SafeConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
     report = check(config, options.rows, options.model_samples, options.gold_score, console)
     print_report(report, console)
     if options.json is not None:
@@ -60,7 +60,7 @@ def check(
     num_rows: int,
     model_samples: int | None = None,
     gold_score: float | None = None,
-    console: Console | None = None,
+    console: SafeConsole | None = None,
 ) -> Report:
     """Score right answers, nonsense, attacks and, when asked, the model's own samples of the configured data with the configured reward.
 

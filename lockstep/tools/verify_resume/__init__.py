@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from lockstep.config.presets import ALGORITHMS
 from lockstep.errors import ConfigError, LockstepError, ResourceError
+from lockstep.utils.printable import say
 
 RECIPES = {
     "ppo": "lockstep.trainer.main_ppo",
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 recipe, keys, options.folder or Path(temporary), options.steps, options.kills, random.Random(options.seed)
             )
         except LockstepError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", is_error=True)
             return 1
 
 
@@ -81,13 +82,13 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     if not found:
         print(f"the run that was killed {kills} times ended as the one that was not: every file and every metric, to the bit")
         return 0
-    print("\n".join([f"{len(found)} differences after {kills} kills; first:", *(f"  {line}" for line in found[:5])]))
+    say("\n".join([f"{len(found)} differences after {kills} kills; first:", *(f"  {line}" for line in found[:5])]))
     print("is it the resume, or the machine? A second run to its end, without a kill ...", flush=True)
     run_dir.rename(again)
     _run(command, run_dir)
     plain = list(differences(whole, run_dir))
     if plain:
-        print(f"two runs that were not killed differ as well: the computation is not repeatable here. First: {plain[0]}")
+        say(f"two runs that were not killed differ as well: the computation is not repeatable here. First: {plain[0]}")
     else:
         print("two runs that were not killed do not differ: it is the resume. Please report it with the lines above")
     return 1

@@ -14,6 +14,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.printable import say
 from lockstep.workers.rollout.request import MOST_TOP, Completion, DecodeText, Request
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
 
@@ -217,7 +218,7 @@ def response_columns(completions: Sequence[Completion]) -> DataProto:
     empty response, and a line on standard output says so. Raises NumericalError when all of them failed."""
     failures = [completion.error for completion in completions if completion.error]
     if failures:
-        print(f"{len(failures)} of {len(completions)} requests have no response; the first: {failures[0]}", flush=True)
+        say(f"{len(failures)} of {len(completions)} requests have no response; the first: {failures[0]}", flush=True)
     if len(failures) == len(completions) > 0:
         raise NumericalError(f"no request of the batch has a response; the first: {failures[0]}")
     responses = Ragged.from_rows([c.ids for c in completions], dtype=torch.int64)

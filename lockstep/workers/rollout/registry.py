@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
+from lockstep.utils.printable import say
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
 from lockstep.workers.rollout.native.family import check_small_cache
@@ -58,7 +59,7 @@ def make_rollout(
     except ConfigError as error:
         if not config.fallback_to_hf or config.router_replay or config.has_small_cache:
             raise
-        print(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
+        say(f"{error}. Generating with transformers, as rollout.fallback_to_hf=true allows", flush=True)
         module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
         engine = _module_rollout("hf")(module, config, pad_token_id, decode_text)
     return engine
