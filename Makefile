@@ -56,7 +56,7 @@ test: style $(SMOLLM2)
 
 # Processes share the test files; each computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-ENGINE_TESTS := $(addprefix tests/workers/engine/,megatron torchtitan veomni) tests/e2e/test_strategies.py
+ENGINE_TESTS := $(addprefix tests/backends/,megatron torchtitan veomni) tests/e2e/test_strategies.py
 ELSEWHERE := $(ENGINE_TESTS) tests/dashboards $(wildcard tests/nodes/*.py)
 suite: $(SMOLLM2)
 	$(MAKE) -j 2 suite-ray suite-rest

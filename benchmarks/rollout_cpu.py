@@ -30,6 +30,7 @@ import psutil
 import torch
 import transformers
 
+from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
@@ -38,7 +39,6 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.base import Request, RolloutEngine
 from lockstep.workers.rollout.registry import check_installed, make_rollout
-from lockstep.workers.rollout.vllm.engine import VLLMRollout
 
 Load = tuple[list[list[int]], list[int]]
 """Prompts (token ids), and the length of each response."""

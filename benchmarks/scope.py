@@ -68,7 +68,7 @@ MOVED = {
     "trainer/role.py": ["trainer/ppo/role.py"],
     "trainer/stop.py": ["trainer/run.py"],
     "workers/engine/fsdp/moments.py": ["workers/engine/fsdp/engine.py"],
-    "workers/engine/moments.py": ["workers/engine/torchtitan/engine.py", "workers/engine/megatron/engine.py"],
+    "workers/engine/moments.py": ["backends/torchtitan/engine.py", "backends/megatron/engine.py"],
     "workers/engine/saved.py": ["workers/engine/base.py", "workers/engine/checkpoint.py"],
     "workers/engine/score.py": ["workers/engine/base.py", "workers/engine/fsdp/engine.py"],
     "workers/rollout/native/cpu/compiled.py": ["workers/rollout/native/cpu/kernels.py"],
@@ -79,7 +79,7 @@ MOVED = {
     "workers/rollout/native/prompt.py": ["workers/rollout/native/scheduler.py"],
     "workers/rollout/native/stream.py": ["workers/rollout/native/generation.py", "workers/rollout/native/engine.py"],
     "workers/rollout/request.py": ["workers/rollout/base.py"],
-    "workers/rollout/vllm/stream.py": ["workers/rollout/vllm/engine.py"],
+    "backends/vllm/stream.py": ["backends/vllm/engine.py"],
     "workers/value_loss.py": ["workers/losses.py"],
 }
 

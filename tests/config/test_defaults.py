@@ -34,9 +34,9 @@ ALLOWED = {
     "algorithms/advantages/returns.py rewards_to_go.gamma": "a sum without discount",
     "workers/engine/base.py TrainEngine.forward.temperature": "a value model has none",
     "workers/engine/base.py TrainEngine.forward_backward.temperature": "a value model has none",
-    "workers/engine/megatron/engine.py MegatronEngine.forward_backward.temperature": "a value model has none",
-    "workers/engine/torchtitan/engine.py TorchtitanEngine.forward_backward.temperature": "a value model has none",
-    "workers/engine/torchtitan/model.py Question.temperature": "a value model has none",
+    "backends/megatron/engine.py MegatronEngine.forward_backward.temperature": "a value model has none",
+    "backends/torchtitan/engine.py TorchtitanEngine.forward_backward.temperature": "a value model has none",
+    "backends/torchtitan/model.py Question.temperature": "a value model has none",
     "judging/math/__init__.py compute_score.timeout_s": "of one comparison inside a call that reward.timeout_s bounds",
     "observability/statistics.py flip_test.seed": "a test of a difference gives the same answer whenever it is asked",
     # Users write these calls without the argument.

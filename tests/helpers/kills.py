@@ -235,10 +235,10 @@ def main() -> int:
 
     torch.set_num_threads(1)
     with suppress(ImportError):  # what a fork has, it need not import
-        from lockstep.workers.engine.torchtitan.compat import prepare_import
+        from lockstep.backends.torchtitan.compat import prepare_import
 
         prepare_import(torch.device("cpu"))
-        import lockstep.workers.engine.torchtitan.engine  # noqa: F401
+        import lockstep.backends.torchtitan.engine  # noqa: F401
     results: dict[str, dict[str, Any]] = {}
     if arguments.go_on and arguments.out.exists():
         results = json.loads(arguments.out.read_text())["cases"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from helpers.tiny import save_tiny_model, tiny_model
+from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.embedded.task import make_tokenizer
 from lockstep.errors import ConfigError
 from lockstep.workers.rollout.registry import check_installed
-from lockstep.workers.rollout.vllm.engine import VLLMRollout
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 512}

@@ -1,4 +1,4 @@
-"""A checkpoint as Megatron's dist_checkpointing writes it; in tests/workers/engine/megatron Megatron itself writes one."""
+"""A checkpoint as Megatron's dist_checkpointing writes it; in tests/backends/megatron Megatron itself writes one."""
 
 import json
 import pickle

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from helpers.vllm_engines import CPU, SHAPE, model, save_model, start
 
+from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.embedded import EmbeddedTask, prepare, task
-from lockstep.workers.rollout.vllm.engine import VLLMRollout
 from lockstep.workers.weight_sync.ipc import IPCSender
 
 

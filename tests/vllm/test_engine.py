@@ -12,9 +12,9 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 from helpers.vllm_engines import CPU, model, needs_vllm, save_model, start, text
 
+from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from lockstep.workers.rollout.base import Request
-from lockstep.workers.rollout.vllm.engine import VLLMRollout
 from lockstep.workers.weight_sync.disk import DiskSender
 from lockstep.workers.weight_sync.ipc import IPCSender
 

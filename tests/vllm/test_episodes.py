@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.rendered import TemplateBridge
+from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.config import load_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.vllm.engine import VLLMRollout
 
 pytestmark = needs_vllm
 

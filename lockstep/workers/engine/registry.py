@@ -12,14 +12,14 @@ from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.spec import EngineSpec
 
 _BACKENDS = {
-    "fsdp": ("fsdp", "fsdp_config"),
-    "fsdp2": ("fsdp", "fsdp_config"),
-    "megatron": ("megatron", "megatron"),
-    "torchtitan": ("torchtitan", "torchtitan"),
-    "veomni": ("veomni", "veomni"),
+    "fsdp": ("lockstep.workers.engine.fsdp", "fsdp_config"),
+    "fsdp2": ("lockstep.workers.engine.fsdp", "fsdp_config"),
+    "megatron": ("lockstep.backends.megatron", "megatron"),
+    "torchtitan": ("lockstep.backends.torchtitan", "torchtitan"),
+    "veomni": ("lockstep.backends.veomni", "veomni"),
 }
-"""Strategy -> its folder here, and its keys in EngineChoice. Each folder has make.py with `make(choice, spec)`, and check.py with `check`,
-which imports no package that may be missing."""
+"""Strategy -> its package, and its keys in EngineChoice. Each package has make.py with `make(choice, spec)`, and check.py with `check`,
+which imports nothing that may not be installed."""
 
 
 def make_engine(choice: EngineChoice, spec: EngineSpec) -> TrainEngine:
@@ -27,7 +27,7 @@ def make_engine(choice: EngineChoice, spec: EngineSpec) -> TrainEngine:
     do."""
     check_learner(spec.model, choice, "actor", "model")
     check_engine(choice, spec.hf_config(), dist.get_world_size(), spec.device.type)
-    engine: TrainEngine = import_module(f"{__package__}.{_backend(choice)[0]}.make").make(choice, spec)
+    engine: TrainEngine = import_module(f"{_backend(choice)[0]}.make").make(choice, spec)
     return engine
 
 
@@ -41,9 +41,9 @@ def check_engine(choice: EngineChoice, hf_config: Any, world_size: int, device_t
             f"a {hf_config.model_type} has no attention heads: the rows of a micro-batch are packed, and attention keeps them apart; "
             "choose a model with causal softmax attention"
         )
-    folder, section = _backend(choice)
+    package, section = _backend(choice)
     where = f"{key}.{section}" if key else section
-    import_module(f"{__package__}.{folder}.check").check(choice, hf_config, world_size, device_type, where)
+    import_module(f"{package}.check").check(choice, hf_config, world_size, device_type, where)
 
 
 def _backend(choice: EngineChoice) -> tuple[str, str]:

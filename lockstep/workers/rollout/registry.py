@@ -20,14 +20,21 @@ _INSTALL = {
 }
 
 
-_CLASSES = {"native": "NativeRollout", "hf": "HFRollout", "vllm": "VLLMRollout", "sglang": "SGLangRollout"}
-"""Each in the engine.py of the folder of its name."""
+_CLASSES = {
+    "native": ("lockstep.workers.rollout.native.engine", "NativeRollout"),
+    "hf": ("lockstep.workers.rollout.hf.engine", "HFRollout"),
+    "vllm": ("lockstep.backends.vllm.engine", "VLLMRollout"),
+    "sglang": ("lockstep.backends.sglang.engine", "SGLangRollout"),
+}
+"""rollout.name -> the module and name of its class."""
 
 
 def get_rollout(name: str) -> type[RolloutEngine]:
     """The engine class named by actor_rollout_ref.rollout.name. Raises ConfigError for a name that is not known."""
     one_of("actor_rollout_ref.rollout.name", name, ROLLOUTS)
-    return getattr(import_module(f"lockstep.workers.rollout.{name}.engine"), _CLASSES[name])
+    module, class_name = _CLASSES[name]
+    engine: type[RolloutEngine] = getattr(import_module(module), class_name)
+    return engine
 
 
 def check_installed(name: str) -> None:
