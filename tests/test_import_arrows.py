@@ -24,9 +24,9 @@ ARROWS: dict[str, set[str]] = {
     "data/preprocess": {"data", "rewards/graders", "utils"},
     "embedded": {"trainer/run", "config", "observability", "utils"},
     "rewards": {"data/tag", "protocol", "config", "utils"},
-    "rewards/killable": set(),
+    "processes": set(),
     "judging/sandbox": set(),
-    "rewards/graders": {"rewards/killable", "judging/sandbox", "utils"},
+    "rewards/graders": {"processes", "judging/sandbox", "utils"},
     "agents": {"workers/rollout", "rewards", "data/conversations", "protocol", "config", "utils"},
     "models": {"algorithms/rows", "protocol", "config", "utils"},
     "planner": {"models", "config"},
@@ -191,7 +191,7 @@ def test_the_configuration_the_algorithms_and_the_sandbox_import_nothing_heavy()
         heads = {target.split(".")[0] for target in imported(path)}
         if name.startswith("config"):
             assert not heads & {"torch", "transformers", "ray"}, name
-        if name.startswith(("judging/sandbox", "rewards/killable")):
+        if name.startswith(("judging/sandbox", "processes")):
             assert not heads & {"torch", "transformers", "ray", "numpy"}, name
         if name.startswith("algorithms"):
             assert not heads & {"transformers", "ray", "numpy", "omegaconf"}, name

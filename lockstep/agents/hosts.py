@@ -28,7 +28,7 @@ from lockstep.agents.environment import Action, Environment, Message, Turn
 from lockstep.agents.shared_loop import SharedLoop, shared_loop
 from lockstep.agents.tools import learn_schemas, schemas_of
 from lockstep.errors import RewardError
-from lockstep.rewards.killable import START_S, KillableWorker, is_portable
+from lockstep.processes import START_S, KillableWorker, is_portable
 
 Make = Callable[..., Environment]
 _MAX_FLOAT32 = 3.4028234663852886e38

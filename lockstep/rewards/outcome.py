@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from lockstep.processes.child import describe
 from lockstep.rewards.as_float import as_float
-from lockstep.rewards.killable.child import describe
 
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 FAILURE_KINDS = ("raised", "timeout", "crashed", "invalid")

@@ -2,7 +2,7 @@
 a hang.
 
 ```text
-process  a function that another process can find: killed at its deadline, whatever it does (see lockstep.rewards.killable)
+process  a function that another process can find: killed at its deadline, whatever it does (see lockstep.processes)
 thread   a function that lives only here (a lambda, a method, the running script) or holds the sandbox: left behind at its deadline
 loop     an async function: many calls in one event loop, cancelled at their deadline
 ```
@@ -21,8 +21,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lockstep.rewards.killable import KillableWorker, is_portable
-from lockstep.rewards.killable.errors import CallError
+from lockstep.processes import KillableWorker, is_portable
+from lockstep.processes.errors import CallError
 from lockstep.rewards.local_calls import MAX_OPEN_CALLS, EventLoops, call_in_thread
 from lockstep.rewards.outcome import Failure, Outcome, check_score, raised
 

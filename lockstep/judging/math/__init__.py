@@ -19,7 +19,7 @@ from lockstep.errors import DataError, MissingExtra
 from lockstep.judging.math.spelling import closing_braces, spell
 from lockstep.judging.math.structure import equal, parse
 from lockstep.judging.math.values import Judge, Undecided
-from lockstep.rewards.killable import KillableWorker
+from lockstep.processes import KillableWorker
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _MAX_BOX = 10_000

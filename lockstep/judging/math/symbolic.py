@@ -1,6 +1,6 @@
 r"""Equality by algebra: the expressions are read by math-verify's LaTeX parser and compared by SymPy.
 
-Runs in a process that can be killed (`lockstep.rewards.killable`): a parse or an evaluation may take for ever or all the memory.
+Runs in a process that can be killed (`lockstep.processes`): a parse or an evaluation may take for ever or all the memory.
 
 Two expressions are the same when their difference is zero, to 20 digits behind the point, at several random points of their variables.
 Decimals are read as exact fractions before, so 0.333 is not 1/3. What has no numerical value (matrices, unknown functions) goes to

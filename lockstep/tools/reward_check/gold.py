@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import RewardError
-from lockstep.rewards.killable import KillableWorker
+from lockstep.processes import KillableWorker
 
 _RULES = ("lockstep.rewards.graders.", "lockstep.judging.")
 _PROGRAM_KEYS = ("solution", "canonical_solution", "reference_solution", "code", "solutions")

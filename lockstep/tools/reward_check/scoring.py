@@ -8,9 +8,9 @@ from itertools import islice
 
 from lockstep.errors import MissingExtra, MissingReward
 from lockstep.judging import extract_program, parses
+from lockstep.processes import KillableWorker
 from lockstep.rewards.graders import _select_rm_score_fn
 from lockstep.rewards.judges import MODEL
-from lockstep.rewards.killable import KillableWorker
 from lockstep.rewards.manager import RewardManager
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.tools.reward_check.fuzz import Earns, Response, cheap_responses, odd_responses

@@ -7,8 +7,8 @@ import pytest
 from helpers.rewards import truth
 
 from lockstep.errors import RewardError
-from lockstep.rewards.killable import KillableWorker
-from lockstep.rewards.killable.errors import CallTimeout
+from lockstep.processes import KillableWorker
+from lockstep.processes.errors import CallTimeout
 from lockstep.tools.reward_check.gold import gold_response
 from lockstep.utils.files import load_object
 

@@ -25,15 +25,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from lockstep.rewards.killable.child import HEADER, MARK, FunctionReference
-from lockstep.rewards.killable.errors import CallCrashed, CallFailed, CallTimeout
+from lockstep.processes.child import HEADER, MARK, FunctionReference
+from lockstep.processes.errors import CallCrashed, CallFailed, CallTimeout
 
 START_S = 600.0
 """For starting the child and for each import in it: on a loaded machine, many children that import large packages take minutes."""
 _END_S = 10.0
 _PROGRAM = (
-    "import json, sys; sys.path[:], limit = json.loads(sys.argv.pop())\n"
-    "from lockstep.rewards.killable.child import serve; serve(limit)"
+    "import json, sys; sys.path[:], limit = json.loads(sys.argv.pop())\nfrom lockstep.processes.child import serve; serve(limit)"
 )
 
 

@@ -1,4 +1,4 @@
-"""The program of a child of `lockstep.rewards.killable`: read a function and its arguments, call it, answer."""
+"""The program of a child of `lockstep.processes`: read a function and its arguments, call it, answer."""
 
 import contextlib
 import functools
@@ -93,7 +93,7 @@ def _die_with_parent() -> None:
     """Under a guard (Linux) this process and its descendants end with the parent. Elsewhere one that is idle ends with its pipe."""
     parent = int(os.environ[MARK])
     if sys.platform == "linux":
-        from lockstep.rewards.killable.guard import split
+        from lockstep.processes.guard import split
 
         split(parent)
     elif os.getppid() != parent:

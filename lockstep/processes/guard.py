@@ -1,4 +1,4 @@
-"""The process between us and a child of `lockstep.rewards.killable`: it ends all that the child has started, whatever its session.
+"""The process between us and a child of `lockstep.processes`: it ends all that the child has started, whatever its session.
 
 It is the "subreaper" of all that comes after it: a process whose parent ended is given to it, so nothing leaves its tree.
 """

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from helpers.processes import are_gone
 
-from lockstep.rewards.killable import KillableWorker, is_portable
-from lockstep.rewards.killable.errors import CallCrashed, CallFailed, CallTimeout
+from lockstep.processes import KillableWorker, is_portable
+from lockstep.processes.errors import CallCrashed, CallFailed, CallTimeout
 
 
 def add(a, b):
@@ -159,7 +159,7 @@ def test_children_end_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import functools, os, threading, time\n"
-        "from lockstep.rewards.killable import KillableWorker\n"
+        "from lockstep.processes import KillableWorker\n"
         "worker = KillableWorker()\n"
         "print(worker.call(os.getpid, 5), flush=True)\n"
         "threading.Thread(target=worker.call, args=(functools.partial(time.sleep, 1000), 1000), daemon=True).start()\n"
@@ -208,8 +208,8 @@ def test_daemons_end_when_the_parent_is_killed(tmp_path):
     mark = f"mark-{os.getpid()}-killed"
     script = tmp_path / "parent.py"
     script.write_text(
-        "import sys, time\nsys.path.insert(0, sys.argv[2])\nfrom test_killable import start_daemons\n"
-        "from lockstep.rewards.killable import KillableWorker\nworker = KillableWorker()\n"
+        "import sys, time\nsys.path.insert(0, sys.argv[2])\nfrom test_processes import start_daemons\n"
+        "from lockstep.processes import KillableWorker\nworker = KillableWorker()\n"
         "print(worker.call(start_daemons, 20, mark=sys.argv[1] + '-killed'), flush=True)\ntime.sleep(1000)\n"
     )
     here = Path(__file__).parent
