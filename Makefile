@@ -141,7 +141,7 @@ $(KERNELS_READY): $(READY)
 	touch $@
 
 test-kernels: $(KERNELS_READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS_BIN)/python -m pytest -q tests/workers/rollout/native/gpu tests/models/test_segment_attention.py tests/models/test_layer_kernels.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS_BIN)/python -m pytest -q tests/generation/gpu tests/kernels/test_segment_attention.py tests/kernels/test_layers.py
 
 # Every dashboard with its real package, in an environment of its own, offline.
 TRACKERS_VENV := .venv-trackers

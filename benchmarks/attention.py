@@ -4,7 +4,7 @@
     python -m benchmarks.attention --shapes 0.5b --lengths 16384
 
 32,768 tokens of rows of one length, or 8 responses to a prompt where a length is written P+R; causal, bfloat16. `segments` are the kernels
-of models/segment_kernels.py, `packed` is torch's flash attention with a pass for the prompts, `alone` is cuDNN's over a row at a time. One
+of kernels/segments.py, `packed` is torch's flash attention with a pass for the prompts, `alone` is cuDNN's over a row at a time. One
 table, and benchmarks/results/attention_*.json.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.step import RESULTS, _about
 from benchmarks.workload import SHAPES
-from lockstep.models import flash, segment_attention
+from lockstep.kernels import flash, segment_attention
 from lockstep.models.attention import PackedLayout
 from lockstep.models.packed_flash import Kept
 

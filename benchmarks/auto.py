@@ -38,7 +38,7 @@ from lockstep.data.preprocess.gsm8k import INSTRUCTION
 from lockstep.data.preprocess.recipe import ask
 from lockstep.models.load import share_structure
 from lockstep.planner import count
-from lockstep.planner.choose import PLAIN, RolloutNumbers, choose_rollout
+from lockstep.planner.choices import PLAIN, RolloutNumbers, choose_rollout
 from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.memory import free_device_memory
 from lockstep.utils.model_source import SMOLLM2, model_folder
@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _warm_up(engine: Any, load: Load) -> None:
     if engine.module.device.type == "cuda":
-        from lockstep.workers.rollout.native.gpu.warm_up import warm_generation
+        from lockstep.generation.gpu.warm_up import warm_generation
 
         warm_generation(engine, dataclasses.replace(_sampling(load, {}), max_tokens=2), 8)
 

@@ -22,12 +22,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rollout import RESULTS, _about, _model, _parser
-from lockstep.workers.rollout.native.gpu.backend import CACHES
-from lockstep.workers.rollout.native.gpu.draw import num_chunks
-from lockstep.workers.rollout.native.gpu.fused import FusedDecoder, fuse_projections
-from lockstep.workers.rollout.native.gpu.rows import RUNNING, RowState
-from lockstep.workers.rollout.native.gpu.runner import DecodeRunner
-from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.generation.gpu.backend import CACHES
+from lockstep.generation.gpu.draw import num_chunks
+from lockstep.generation.gpu.fused import FusedDecoder, fuse_projections
+from lockstep.generation.gpu.rows import RUNNING, RowState
+from lockstep.generation.gpu.runner import DecodeRunner
+from lockstep.generation.pages import CacheShape
 
 PAGE_SIZE = 64
 _REPLAYS = 10

@@ -158,7 +158,7 @@ def _lockstep(
         kv_cache_dtype=options.kv_cache_dtype,
     )
     if options.generic_layers:
-        from lockstep.workers.rollout.native.gpu import backend
+        from lockstep.generation.gpu import backend
 
         backend.is_fusable = lambda config, mixtures: False
     attention = {"native": "lockstep_cached", "hf": "sdpa"}[name]

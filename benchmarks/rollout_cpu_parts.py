@@ -22,12 +22,12 @@ from benchmarks.rollout_cpu import Load, mixed
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation.cpu import fused, passes
+from lockstep.generation.cpu.kernels import Library, draw
+from lockstep.generation.cpu.paged import StepBatch
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.base import Request
-from lockstep.workers.rollout.native.cpu import fused, passes
-from lockstep.workers.rollout.native.cpu.kernels import Library, draw
-from lockstep.workers.rollout.native.cpu.paged import StepBatch
 from lockstep.workers.rollout.registry import make_rollout
 
 

@@ -27,6 +27,7 @@ from benchmarks.step import RESULTS, _about
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation.routed import RoutedRollout
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import values
@@ -36,7 +37,6 @@ from lockstep.workers.engine.base import TokenOutputs, TokenRows
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import Request, response_columns
-from lockstep.workers.rollout.native.routed import RoutedRollout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import auto, auto_steps, forked
-from lockstep.planner.choose import RolloutNumbers
+from lockstep.planner.choices import RolloutNumbers
 
 
 def test_lines_that_come_to_the_same_are_measured_once_and_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

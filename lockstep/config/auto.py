@@ -1,4 +1,4 @@
-"""Numbers that the plan chooses where a key says `auto` (planner/choose.py), and what they are where nobody has planned."""
+"""Numbers that the plan chooses where a key says `auto` (planner/choices.py), and what they are where nobody has planned."""
 
 from lockstep.config.check import at_least, in_range
 from lockstep.errors import ConfigError

@@ -13,17 +13,12 @@ if TYPE_CHECKING:
     from lockstep.judging.math import last_boxed
     from lockstep.judging.sandbox import Limits, Result, Sandbox, default_sandbox, make_sandbox
 
-__all__ = [
-    "Limits", "Result", "Sandbox", "code", "competition", "default_sandbox", "extract_program", "geometry", "last_boxed", "make_sandbox",
-    "math", "parses",
-]  # fmt: skip
-
 __getattr__ = lazy_names(
     __name__,
     {
-        "lockstep.judging": ("code", "competition", "geometry", "math"),
-        "lockstep.judging.code": ("extract_program", "parses"),
-        "lockstep.judging.math": ("last_boxed",),
-        "lockstep.judging.sandbox": ("Limits", "Result", "Sandbox", "default_sandbox", "make_sandbox"),
+        "": "code competition geometry math",
+        "code": "extract_program parses",
+        "math": "last_boxed",
+        "sandbox": "Limits Result Sandbox default_sandbox make_sandbox",
     },
 )

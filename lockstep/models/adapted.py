@@ -28,7 +28,7 @@ class AdaptedLinear(nn.Linear):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rounded where peft's layer rounds; models/linear_parts.py rounds less, where layers are kernels of our own."""
+        """Rounded where peft's layer rounds; kernels/linear_parts.py rounds less, where layers are kernels of our own."""
         return F.linear(x, self.weight, self.bias) + self.delta(x)
 
     def delta(self, x: Tensor) -> Tensor:

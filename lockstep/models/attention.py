@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.models import flash, ulysses
+from lockstep.kernels import flash
+from lockstep.kernels.flash import Bounds
+from lockstep.models import ulysses
 from lockstep.models.cached_attention import Variant
-from lockstep.models.flash import Bounds
 from lockstep.models.masked_attention import masked_attention
 
 PACKED = "lockstep_packed"

@@ -300,7 +300,7 @@ def _statistics(
     The logits are used up, unless they are to be kept.
     """
     if logits.is_cuda and logits.dtype == torch.float32 and part is None:
-        from lockstep.models import token_kernels
+        from lockstep.kernels import tokens as token_kernels
 
         return token_kernels.statistics(logits, targets, temperature)
     logits = logits / temperature if keep else logits.div_(temperature)
@@ -326,7 +326,7 @@ def _logit_gradient(
 ) -> Tensor:
     """[M, V] in `dtype`: the gradient that reaches the logits. They are used up."""
     if logits.is_cuda and logits.dtype == torch.float32 and part is None:
-        from lockstep.models import token_kernels
+        from lockstep.kernels import tokens as token_kernels
 
         return token_kernels.logit_gradient(
             logits, targets, log_normaliser, entropy, log_prob_grad, entropy_grad, temperature, dtype

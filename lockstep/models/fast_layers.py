@@ -5,7 +5,7 @@ is a mixture of experts. It is written out here once, over the Hugging Face modu
 something is unusual, keep transformers' code.
 
 The residual stream is float32 from layer to layer, also where everything else is half precision, and results are rounded at the same
-places as in generation (workers/rollout/native/gpu/fused.py): the log-probs of the two then differ less.
+places as in generation (generation/gpu/fused.py): the log-probs of the two then differ less.
 """
 
 import functools
@@ -28,9 +28,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeSparseMoeBlock,
 )
 
+from lockstep.kernels.flash import FLASH_TYPES
+from lockstep.kernels.linear_parts import Parts, parts_of
 from lockstep.models.attention import PACKED, packed_attention
-from lockstep.models.flash import FLASH_TYPES
-from lockstep.models.linear_parts import Parts, parts_of
 
 _LAYERS = (
     LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, MixtralDecoderLayer, Qwen3MoeDecoderLayer
@@ -85,7 +85,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
     weight = layer.input_layernorm.weight
     if not (usual and _fits(weight)) or linears is None or linears[3].bias is not None:
         return original(hidden_states.to(weight.dtype), *args, **kwargs)
-    from lockstep.models.layer_kernels import AddProduct, Project, Rotate, SplitNormalise
+    from lockstep.kernels.layers import AddProduct, Project, Rotate, SplitNormalise
 
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
     h, x = SplitNormalise.apply(hidden_states.squeeze(0).float(), norm.weight, norm.variance_epsilon)
@@ -110,7 +110,7 @@ def _layer(layer: Any, original: Callable[..., Tensor], hidden_states: Tensor, *
 def _normalise(norm: Any, original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
     if not _fits(norm.weight) or hidden_states.shape[-1] > _LARGEST_NORM:
         return original(hidden_states)
-    from lockstep.models.layer_kernels import SplitNormalise
+    from lockstep.kernels.layers import SplitNormalise
 
     return SplitNormalise.apply(hidden_states, norm.weight, norm.variance_epsilon)[1]
 
@@ -119,7 +119,7 @@ def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: 
     linears = _parts(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if linears is None or not _fits(linears[0].weight) or any(linear.bias is not None for linear in linears):
         return original(x) if residual is None else residual + original(x)
-    from lockstep.models.layer_kernels import GatedMLP
+    from lockstep.kernels.layers import GatedMLP
 
     return GatedMLP.apply(residual, x.flatten(0, -2), *_flat(linears)).view_as(x)
 
@@ -127,7 +127,7 @@ def _gated(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: 
 def _mixed(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
     if not _fits(mlp.experts.down_proj) or isinstance(mlp.experts.down_proj, DTensor):
         return original(x) if residual is None else residual + original(x[None])[0]
-    from lockstep.models.expert_kernels import Experts
+    from lockstep.kernels.experts import Experts
 
     flat = x.flatten(0, -2)
     _, weights, chosen = mlp.gate(flat)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lockstep.models import flash, long_rows
+from lockstep.kernels import flash, long_rows
+from lockstep.kernels.segment_attention import Segments
+from lockstep.kernels.segment_attention import attend as attend_segments
 from lockstep.models.attention import PackedLayout
-from lockstep.models.segment_attention import Segments
-from lockstep.models.segment_attention import attend as attend_segments
 
 SEGMENT_SIZES = (64, 128)
 """Head sizes of segment_attention.py."""

@@ -11,7 +11,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.models.load import Head
-from lockstep.planner.choose import Counted, RolloutNumbers
+from lockstep.planner.choices import Counted, RolloutNumbers
 from lockstep.planner.count import Load, count_model, count_rollout
 from lockstep.planner.memory import Keys, MemoryPlan, Model, Rollout
 

@@ -10,12 +10,12 @@ from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ResourceError
 from lockstep.models.load import Head
 from lockstep.planner.built import reusing_models
-from lockstep.planner.choose import candidates, choose
+from lockstep.planner.choices import candidates, choose
 from lockstep.planner.count import Load
 from lockstep.planner.hardware import Device
 from lockstep.planner.memory import host_bytes, stage_parts
 from lockstep.planner.needs import policy_needs, settle_policy
-from lockstep.planner.predict import SAVE, Lengths, Prediction, device_of, element_of, ranks_of, save_s, trained_share
+from lockstep.planner.prediction import SAVE, Lengths, Prediction, device_of, element_of, ranks_of, save_s, trained_share
 from lockstep.planner.shape import read_shape
 from lockstep.planner.time import Rows, pass_s, update_s
 

@@ -11,7 +11,7 @@ Rates are shares of what the GPU's data sheet promises, so that they carry over 
 import math
 from dataclasses import dataclass
 
-from lockstep.models.long_rows import LEAST
+from lockstep.kernels.long_rows import LEAST
 from lockstep.models.packing import MAX_LONGER, MIN_SHARED
 from lockstep.planner.hardware import NODE_LINK, Device
 from lockstep.planner.shape import Shape
@@ -21,7 +21,7 @@ PRODUCTS = 0.728
 ATTENTION, HALF_LENGTH = 0.273, 1045
 """Flash attention over rows of L tokens reaches ATTENTION * L / (L + HALF_LENGTH) of the peak."""
 LONG_ATTENTION, LONG_HALF_LENGTH = 0.48, 1400
-"""The same for rows that go one at a time (models/long_rows.py), on the GPUs that have the kernels for it."""
+"""The same for rows that go one at a time (kernels/long_rows.py), on the GPUs that have the kernels for it."""
 WITH_LONG_ROWS = ("h200", "h100", "h20", "b200")
 HIDDEN_BYTES, INTERMEDIATE_BYTES, LOGIT_BYTES = 346, 18, 12
 """Moved in an update for each number of the stream and of the MLP (per token and layer), and for each logit. A pass moves a third."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from lockstep.config.trainer import RunConfig
 from lockstep.observability.spans import progress
-from lockstep.planner.choose import Kept
-from lockstep.planner.count import Load
+from lockstep.planner import Kept, Load
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.trainer.memory import place_models
 from lockstep.trainer.resources import ResourcePoolManager
@@ -45,7 +44,7 @@ class Workers:
     by_role: dict[Enum, RoleGroup] = field(default_factory=dict)
     """The workers of each role, once started."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Pool -> what was chosen for its keys that are auto (planner/choose.py::Kept), for the checkpoints."""
+    """Pool -> what was chosen for its keys that are auto (planner/choices.py::Kept), for the checkpoints."""
 
     def recall(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         """Let `start` choose again what was chosen before the checkpoint that was found, which has `numbers` in its state. A version that

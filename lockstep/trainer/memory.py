@@ -7,10 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.errors import ResourceError
-from lockstep.planner.choose import PLAIN, Counted, Kept, RolloutNumbers, choose, describe_chosen
-from lockstep.planner.count import Load
-from lockstep.planner.memory import describe_plan, host_bytes
-from lockstep.planner.needs import Needs
+from lockstep.planner import PLAIN, Counted, Kept, Load, Needs, RolloutNumbers, choose, describe_chosen, describe_plan, host_bytes
 from lockstep.single_controller.base import RoleGroup
 
 _GB = 2**30

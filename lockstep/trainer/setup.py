@@ -51,6 +51,7 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
     """
     import torch
 
+    from lockstep.generation import check_small_cache_capability, check_small_cache_config
     from lockstep.models.fit import check_fit
     from lockstep.models.load import Head
     from lockstep.models.routers import check_replay
@@ -58,7 +59,6 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
     from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
-    from lockstep.workers.rollout.native.family import check_small_cache_capability, check_small_cache_config
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes

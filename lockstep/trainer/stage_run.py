@@ -28,7 +28,7 @@ from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
 from lockstep.observability.spans import expect
 from lockstep.observability.trackers import check_trackers
-from lockstep.planner.count import Load
+from lockstep.planner import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
 from lockstep.trainer.launch import TRAINED, RoleSpec, Workers

@@ -9,8 +9,7 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.distill import DistillationConfig
 from lockstep.models.chunked_kl import Divergence
 from lockstep.observability.metrics import Metric
-from lockstep.planner.count import Load
-from lockstep.planner.memory import Model, Rollout
+from lockstep.planner import Load, Model, Rollout
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.teacher import set_teacher

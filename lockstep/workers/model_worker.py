@@ -5,11 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.observability.metrics import Metric
-from lockstep.planner.built import reusing_models
-from lockstep.planner.choose import candidates
-from lockstep.planner.count import Load
-from lockstep.planner.memory import Model, Rollout
-from lockstep.planner.needs import Needs
+from lockstep.planner import Load, Model, Needs, Rollout, candidates, reusing_models
 from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.garbage import freeze_objects
 from lockstep.utils.memory import available_ram, free_device_memory

@@ -7,10 +7,7 @@ import torch
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, PolicyKeys
 from lockstep.models.load import Head
-from lockstep.planner.choose import RolloutNumbers
-from lockstep.planner.count import Load
-from lockstep.planner.memory import MemoryPlan, Model, Rollout
-from lockstep.planner.needs import Numbers, place_policy, policy_needs, settle_policy
+from lockstep.planner import Load, MemoryPlan, Model, Numbers, Rollout, RolloutNumbers, place_policy, policy_needs, settle_policy
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.model_worker import ModelWorker

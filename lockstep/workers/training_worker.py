@@ -16,10 +16,17 @@ from lockstep.data.scored_text import ScoredText
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric
-from lockstep.planner.choose import RolloutNumbers
-from lockstep.planner.count import Load
-from lockstep.planner.memory import MemoryPlan, Model, Rollout
-from lockstep.planner.needs import Numbers, place_training, settle_training, training_needs
+from lockstep.planner import (
+    Load,
+    MemoryPlan,
+    Model,
+    Numbers,
+    Rollout,
+    RolloutNumbers,
+    place_training,
+    settle_training,
+    training_needs,
+)
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer

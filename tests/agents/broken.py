@@ -29,8 +29,8 @@ from lockstep.agents.parsers import PARSERS
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation.engine import NativeRollout
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.native.engine import NativeRollout
 
 MARK = "LOCKSTEP_BROKEN_EPISODES"
 

@@ -19,10 +19,10 @@ from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import DataError
+from lockstep.generation.engine import NativeRollout
+from lockstep.generation.open_scheduler import OpenScheduler
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.hf.engine import HFRollout
-from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
 
 LIMITS = Limits(8, 12, None, 4, 30.0, 100.0, 1)
 

@@ -34,7 +34,7 @@ from gpu.soak_cases import FAMILIES_DRAWN, draw_case
 from gpu.soak_play import compare, engine_for, expected, plain_for, play
 
 _IMPORTED_ONCE = [
-    "lockstep.workers.rollout.native.engine",
+    "lockstep.generation.engine",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES_DRAWN),
 ]
 """By the process that all others are forks of: what takes seconds."""

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation.cpu.backend import TorchBackend
+from lockstep.generation.cpu.passes import PAGE_SIZE
+from lockstep.generation.engine import NativeRollout
+from lockstep.generation.open_scheduler import OpenScheduler
+from lockstep.generation.open_stream import OpenStream
+from lockstep.generation.probe import cache_shape
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.native.cpu.backend import TorchBackend
-from lockstep.workers.rollout.native.cpu.passes import PAGE_SIZE
-from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
-from lockstep.workers.rollout.native.open_stream import OpenStream
-from lockstep.workers.rollout.native.probe import cache_shape
 from lockstep.workers.rollout.request import Job, Tokens, TopLogProbs
 from lockstep.workers.rollout.sampling import sample
 from lockstep.workers.rollout.stream import Stream

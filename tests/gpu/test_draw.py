@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from lockstep.generation.gpu.draw import draw, num_chunks
+from lockstep.generation.gpu.rows import NOT_FINITE, RUNNING, STOPPED, TOO_LONG, RowState
 from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.native.gpu.draw import draw, num_chunks
-from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RUNNING, STOPPED, TOO_LONG, RowState
 from lockstep.workers.rollout.sampling import sample
 
 VOCABULARY = 151_936

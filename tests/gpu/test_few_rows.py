@@ -1,4 +1,4 @@
-"""Products with few rows as compiled kernels, against float64; tests/workers/rollout/native/gpu has them in Triton's interpreter."""
+"""Products with few rows as compiled kernels, against float64; tests/generation/gpu has them in Triton's interpreter."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from lockstep.workers.rollout.native.gpu.few_rows import gated_product, partial_products, takes
+from lockstep.generation.gpu.few_rows import gated_product, partial_products, takes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

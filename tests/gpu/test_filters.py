@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from helpers.filtered import FILTERS, check_drawn, kept_of
 
-from lockstep.workers.rollout.native.gpu import filters
+from lockstep.generation.gpu import filters
 
 VOCABULARY = 151_936
 

@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
+from lockstep.generation.engine import NativeRollout
+from lockstep.generation.gpu import short_prefill
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.gpu import short_prefill
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.rollout.request import Completion
 

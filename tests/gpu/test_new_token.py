@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from lockstep.workers.rollout.native.gpu import new_token
-from lockstep.workers.rollout.native.gpu.new_token import NewToken
+from lockstep.generation.gpu import new_token
+from lockstep.generation.gpu.new_token import NewToken
 
 CONTEXTS = (0, 1, 63, 64, 65, 700, 1500, 127)
 

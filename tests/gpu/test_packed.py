@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lockstep.models import flash, long_rows, packed_flash
+from lockstep.kernels import flash, long_rows
+from lockstep.models import packed_flash
 from lockstep.models.attention import PackedLayout, packed_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from lockstep.workers.rollout.native.gpu.attention import (
+from lockstep.generation.gpu.attention import (
     SharedPrefixes,
     copy_pages,
     decode_slots,
@@ -18,7 +18,7 @@ from lockstep.workers.rollout.native.gpu.attention import (
     paged_attention,
     store_kv,
 )
-from lockstep.workers.rollout.native.gpu.block_attention import block_attention, block_size
+from lockstep.generation.gpu.block_attention import block_attention, block_size
 
 PAGE = 64
 

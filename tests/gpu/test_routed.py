@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.errors import ConfigError
+from lockstep.generation.engine import NativeRollout
+from lockstep.generation.gpu import backend as gpu_backend
+from lockstep.generation.gpu.backend import GPUBackend
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.models.routers import NOT_RECORDED
@@ -23,9 +26,6 @@ from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import Request, response_columns
-from lockstep.workers.rollout.native.engine import NativeRollout
-from lockstep.workers.rollout.native.gpu import backend as gpu_backend
-from lockstep.workers.rollout.native.gpu.backend import GPUBackend
 from lockstep.workers.rollout.registry import make_rollout
 
 WIDE = {"hidden_size": 128, "head_dim": 32}

@@ -8,9 +8,9 @@ from typing import Any
 
 from helpers.fake_model import FakeModel
 from helpers.plain_scheduler import CheckedPool
-from lockstep.workers.rollout.native.open_scheduler import OpenScheduler
-from lockstep.workers.rollout.native.prefix_cache import PrefixCache
-from lockstep.workers.rollout.native.scheduler import Pass, Sample
+from lockstep.generation.open_scheduler import OpenScheduler
+from lockstep.generation.prefix_cache import PrefixCache
+from lockstep.generation.scheduler import Pass, Sample
 
 
 class CheckedOpen(OpenScheduler):

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from helpers.fake_model import FakeModel
-from lockstep.workers.rollout.native.cpu.paged import StepBatch
-from lockstep.workers.rollout.native.cpu.passes import PassBackend
+from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.passes import PassBackend
 
 
 class FakeBackend(PassBackend):

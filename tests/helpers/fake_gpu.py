@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel  # noqa: F401  (before the stub: what it imports asks Triton more than the stub knows)
 
 from helpers.fake_model import EMPTY, VOCABULARY, FakeModel
+from lockstep.generation.pages import CacheShape
 from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.native.pages import CacheShape
 from lockstep.workers.rollout.sampling import keep_likely
 
 __all__ = ["FakeDecoder", "fake_gpu", "loop", "make_gpu", "rows", "short_prefill"]
@@ -59,10 +59,10 @@ def _stub_triton() -> Iterator[None]:
 
 
 with _stub_triton():
-    from lockstep.workers.rollout.native.gpu import backend, loop, rows, runner, short_prefill
-    from lockstep.workers.rollout.native.gpu.attention import SharedPrefixes
-    from lockstep.workers.rollout.native.gpu.filters import Filter
-    from lockstep.workers.rollout.native.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState
+    from lockstep.generation.gpu import backend, loop, rows, runner, short_prefill
+    from lockstep.generation.gpu.attention import SharedPrefixes
+    from lockstep.generation.gpu.filters import Filter
+    from lockstep.generation.gpu.rows import NOT_FINITE, RING, RUNNING, STOPPED, TOO_LONG, RowState
 
 
 class FakeDecoder:

@@ -8,10 +8,10 @@ from typing import Any
 
 from helpers.fake_model import VOCABULARY
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation.backend import Backend
+from lockstep.generation.scheduler import Scheduler
+from lockstep.generation.stream import NativeStream
 from lockstep.workers.rollout.base import Completion, DecodeText, Request
-from lockstep.workers.rollout.native.backend import Backend
-from lockstep.workers.rollout.native.scheduler import Scheduler
-from lockstep.workers.rollout.native.stream import NativeStream
 
 
 def fake_engine(decode_text: DecodeText | None = None, context: int | None = None) -> Any:

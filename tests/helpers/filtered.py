@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.generation.gpu.draw import chunk_size, draw, num_chunks
+from lockstep.generation.gpu.filters import Filter, keep, note_tokens
+from lockstep.generation.gpu.rows import FLOATS, RUNNING, RowState
 from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.native.gpu.draw import chunk_size, draw, num_chunks
-from lockstep.workers.rollout.native.gpu.filters import Filter, keep, note_tokens
-from lockstep.workers.rollout.native.gpu.rows import FLOATS, RUNNING, RowState
 from lockstep.workers.rollout.sampling import sample
 
 FILTERS: list[dict[str, float]] = [

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers.fake_model import FakeModel
-from lockstep.workers.rollout.native.pages import PagePool
-from lockstep.workers.rollout.native.scheduler import Pass, PassRow, Prompt, Sample, Scheduler
+from lockstep.generation.pages import PagePool
+from lockstep.generation.scheduler import Pass, PassRow, Prompt, Sample, Scheduler
 
 
 class _Page:

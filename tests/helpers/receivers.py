@@ -9,8 +9,8 @@ import torch
 from helpers.rollouts import PAD, ids_of, make_requests, sampling
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
+from lockstep.generation.engine import NativeRollout
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.native.engine import NativeRollout
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 

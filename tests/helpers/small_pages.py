@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.workers.rollout.native.k8v4_cache import K8V4Cache
-from lockstep.workers.rollout.native.pages import CacheShape
+from lockstep.generation.k8v4_cache import K8V4Cache
+from lockstep.generation.pages import CacheShape
 
 SMALL = ("fp8", "k8v4")
 

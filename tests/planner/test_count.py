@@ -22,14 +22,14 @@ from lockstep.config.actor_rollout_ref import POLICY_ROLES, ActorConfig, ActorRo
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, ModelConfig
 from lockstep.errors import DataError
+from lockstep.generation.probe import cache_shape
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
-from lockstep.planner.choose import choose_rollout
+from lockstep.planner.choices import choose_rollout
 from lockstep.planner.count import LEAST_SEQUENCES, Load, count_model, count_rollout
 from lockstep.planner.memory import Keys, Model, Rollout, describe_plan, plan_memory, stage_bytes
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.workers.engine.fsdp import sharding
-from lockstep.workers.rollout.native.probe import cache_shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30

@@ -12,7 +12,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.config.stage import STAGE_KEYS
-from lockstep.planner.choose import PLAIN
+from lockstep.planner.choices import PLAIN
 from lockstep.planner.count import Load
 from lockstep.planner.memory import MemoryPlan
 from lockstep.planner.needs import place_policy, place_training, policy_needs, settle_policy, training_needs

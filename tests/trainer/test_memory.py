@@ -15,7 +15,7 @@ from helpers.tiny import save_tiny_model
 from lockstep.config import PPOConfig
 from lockstep.config.actor_rollout_ref import POLICY_ROLES
 from lockstep.errors import ResourceError
-from lockstep.planner import choose
+from lockstep.planner import choices as choose
 from lockstep.planner.memory import plan_memory
 from lockstep.planner.needs import policy_needs, training_needs
 from lockstep.single_controller.base import Dispatch, Worker, register

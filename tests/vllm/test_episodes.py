@@ -17,8 +17,8 @@ from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.config import load_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
+from lockstep.generation.engine import NativeRollout
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.native.engine import NativeRollout
 
 pytestmark = needs_vllm
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(asked: Asked, gpu: str | None) -> None:
-    from lockstep.planner.hardware import find_device
+    from lockstep.planner import find_device
     from lockstep.tools.plan.refused import check_run
 
     check_run(asked.config, None if gpu is None else find_device(gpu))
@@ -77,9 +77,7 @@ def _rows(config: PPOConfig) -> int | str:
 
 
 def _cost(config: PPOConfig, gpu: str | None) -> str:
-    from lockstep.planner.choose import describe_chosen
-    from lockstep.planner.hardware import find_device
-    from lockstep.planner.predict import Lengths
+    from lockstep.planner import Lengths, describe_chosen, find_device
     from lockstep.tools.plan.measured import predicted
 
     if config.actor_rollout_ref.model.path == EMBEDDED:

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, ResourceError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
 if TYPE_CHECKING:
-    from lockstep.planner.predict import Prediction
+    from lockstep.planner import Prediction
 
 
 @as_command
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
         print(compare_run(options.run, options.gpu))
         return 0
-    from lockstep.planner.built import reusing_models
+    from lockstep.planner import reusing_models
 
     with reusing_models():
         return _plan(options)
@@ -41,8 +41,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"--price {options.price:g} is no price; give that of one GPU for an hour")
     if not isinstance(asked.config, PPOConfig):
         return _plan_stage(asked, options)
-    from lockstep.planner.hardware import find_device
-    from lockstep.planner.predict import Lengths
+    from lockstep.planner import Lengths, find_device
     from lockstep.tools.plan.measured import predicted
     from lockstep.tools.plan.propose import proposals, what_fits
     from lockstep.tools.plan.refused import check_run
@@ -97,9 +96,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
     """The same for what learns from files: one stage, an update, beside which a reference may pass."""
-    from lockstep.planner.hardware import find_device
-    from lockstep.planner.predict import Lengths
-    from lockstep.planner.predict_stage import predict_stage
+    from lockstep.planner import Lengths, find_device, predict_stage
     from lockstep.tools.plan.refused import check_run
     from lockstep.tools.plan.table import outcome, stages_table
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from lockstep.config.load import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError
-from lockstep.planner.hardware import Device, find_device
-from lockstep.planner.predict import Lengths, Prediction, predict
+from lockstep.planner import Device, Lengths, Prediction, find_device, predict
 from lockstep.trainer.ppo.drift import Drift, Source
 
 _PEAK = "perf/max_memory_allocated_gb/"

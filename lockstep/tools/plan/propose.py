@@ -8,8 +8,7 @@ from lockstep.config.auto import AUTO
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.planner.count import LEAST_SEQUENCES
-from lockstep.planner.predict import Prediction
+from lockstep.planner import LEAST_SEQUENCES, Prediction
 
 _BUDGETS = (8192, 16384, 24576, 32768)
 _SEATS = (256, 512, 1024)

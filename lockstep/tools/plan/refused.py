@@ -7,7 +7,7 @@ from lockstep.config.data import EMBEDDED
 from lockstep.config.distill import DistillConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward_train import RewardTrainConfig
-from lockstep.planner.hardware import Device
+from lockstep.planner import Device
 
 _OURS = {"fsdp", "fsdp2"}
 """Training engines that need no package which may not be installed where a run is planned."""

@@ -1,9 +1,6 @@
 """What `lockstep plan` prints: a row per stage, then what it comes to."""
 
-from lockstep.planner.choose import describe_chosen
-from lockstep.planner.hardware import Device
-from lockstep.planner.memory import SHARE, Contents
-from lockstep.planner.predict import SAVE, Prediction
+from lockstep.planner import SAVE, SHARE, Contents, Device, Prediction, describe_chosen
 
 GIB = 2**30
 COLUMNS = {

@@ -6,7 +6,7 @@ from enum import Enum
 from functools import partial
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.planner.count import Load
+from lockstep.planner import Load
 from lockstep.single_controller.base import ClassWithInitArgs
 from lockstep.trainer.launch import FROZEN, TRAINED, RoleSpec, Workers
 from lockstep.trainer.ppo.weight_sync import WeightExchange

@@ -4,9 +4,9 @@ from typing import Any
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.generation import NativeRollout
 from lockstep.workers.engine.warm_up import WARMED, warm_update
 from lockstep.workers.rollout.base import RolloutEngine
-from lockstep.workers.rollout.native.engine import NativeRollout
 
 
 def warm_up(worker: Any, config: ActorRolloutRefConfig, parts: Parts) -> None:
@@ -26,7 +26,7 @@ def warm_up(worker: Any, config: ActorRolloutRefConfig, parts: Parts) -> None:
 def _warm_rollout(engine: RolloutEngine, rollout: RolloutConfig) -> None:
     """The engines of others compile when they start; on a CPU there is nothing to compile."""
     if isinstance(engine, NativeRollout) and engine.module.device.type == "cuda":
-        from lockstep.workers.rollout.native.gpu.warm_up import warm_generation  # needs Triton
+        from lockstep.generation import warm_generation  # needs Triton
 
         warm_generation(engine, _sampling(rollout), rollout.n)
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
+from lockstep.generation import check_small_cache
 from lockstep.utils.printable import say
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
-from lockstep.workers.rollout.native.family import check_small_cache
 from lockstep.workers.rollout.request import DecodeText
 
 _INSTALL = {
@@ -21,7 +21,7 @@ _INSTALL = {
 
 
 _CLASSES = {
-    "native": ("lockstep.workers.rollout.native.engine", "NativeRollout"),
+    "native": ("lockstep.generation.engine", "NativeRollout"),
     "hf": ("lockstep.workers.rollout.hf.engine", "HFRollout"),
     "vllm": ("lockstep.backends.vllm.engine", "VLLMRollout"),
     "sglang": ("lockstep.backends.sglang.engine", "SGLangRollout"),
@@ -56,7 +56,7 @@ def make_rollout(
     if config.has_small_cache:
         check_small_cache(module, config)
     if config.router_replay:
-        from lockstep.workers.rollout.native.routed import RoutedRollout
+        from lockstep.generation import RoutedRollout
 
         engine: ModuleRollout = RoutedRollout(module, config, pad_token_id, decode_text)
     else:

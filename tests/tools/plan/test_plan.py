@@ -7,7 +7,7 @@ from transformers import Qwen2Config
 from benchmarks.workload import SHAPES
 from lockstep.config.load import load_config, to_yaml
 from lockstep.planner.hardware import DEVICES, find_device
-from lockstep.planner.predict import Lengths
+from lockstep.planner.prediction import Lengths
 from lockstep.tools.plan.command import main
 from lockstep.tools.plan.measured import one_line, predicted
 

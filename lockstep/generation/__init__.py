@@ -1,0 +1,24 @@
+"""Generation: the native engine, which decodes from the trainer's own weights with continuous batching, on a CPU and on a GPU.
+
+Other rooms import from here; the names below are loaded on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from lockstep.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lockstep.generation.engine import NativeRollout
+    from lockstep.generation.family import check_small_cache, check_small_cache_capability, check_small_cache_config
+    from lockstep.generation.gpu.warm_up import warm_generation
+    from lockstep.generation.routed import RoutedRollout
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "engine": "NativeRollout",
+        "family": "check_small_cache check_small_cache_capability check_small_cache_config",
+        "gpu.warm_up": "warm_generation",
+        "routed": "RoutedRollout",
+    },
+)

@@ -1,0 +1,117 @@
+"""FusedBackend: the common families on a CPU, their layers as a few C functions over packed weights.
+
+The weights are copies of the module's, made for each generation; their memory is given back with the pages. Activations are float32
+whatever the weights are; only what enters a product is rounded where the weights are bfloat16 and the processor multiplies that itself.
+Every function computes a token by itself, in one order, so tokens and log-probs have the same bits in any batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import add
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.config.sampling import SamplingParams
+from lockstep.generation.cpu.compiled import library
+from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
+from lockstep.generation.cpu.linears import PackedLinear, PackedMemory
+from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.passes import PassBackend, numbers_of
+from lockstep.generation.cpu.whole import Layer, WholePass, float_weight, linears_of
+from lockstep.generation.family import is_fusable
+from lockstep.generation.pages import CacheShape, KVCache
+from lockstep.generation.scheduler import Sample
+from lockstep.models.adapted import AdaptedLinear
+
+
+def fused_library(module: PreTrainedModel) -> Library | None:
+    """The functions that FusedBackend needs, if it computes this model on this machine, and faster than PyTorch."""
+    if module.device.type != "cpu" or not is_fusable(module.config):
+        return None
+    if module.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return None  # oneDNN multiplies with tiles, these functions do not
+    if module.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    parts: Any = [module.lm_head, *(part for layer in module.model.layers for part in linears_of(layer))]
+    # Whatever changes how a layer computes is a class of its own.
+    return library() if all(type(part) in (nn.Linear, AdaptedLinear) for part in parts) else None
+
+
+class FusedBackend(PassBackend):
+    """See Backend. `library` is what `fused_library` gave for the module. Passes are computed inside `ready` only."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        shape: CacheShape,
+        library: Library,
+        gpu_memory_utilization: float,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__(module, shape, gpu_memory_utilization, batch_invariant)
+        assert shape.page_size == library.page_size
+        self._library = library
+        self._heads: int = module.config.num_attention_heads
+        self._eps: float = module.config.rms_norm_eps
+        self._layers: list[Layer] = []
+        self._whole: tuple[KVCache, WholePass] | None = None
+        """The pages, and what computes all layers over them: it has their addresses."""
+        self._memory = PackedMemory(library)
+        """Of the packed weights: kept as long as the pages are."""
+
+    def open(self, num_pages: int) -> None:
+        super().open(num_pages)
+        assert self._cache is not None
+        pool = self._cache.pool
+        self._library.call("large_pages", pool, pool.numel() * pool.element_size())
+
+    def close(self) -> None:
+        super().close()
+        self._memory = PackedMemory(self._library)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        model: Any = self.module.model
+        self._memory.reuse()
+        pack = partial(PackedLinear, self._library, memory=self._memory, rounds=True)
+        self._layers = [Layer(pack, self.module, layer) for layer in model.layers]
+        self._last = float_weight(model.norm), pack([self.module.lm_head])
+        self._angles = (torch.empty(0), torch.empty(0))
+        try:
+            yield
+        finally:
+            self._layers, self._whole = [], None
+            del self._last, self._angles
+
+    def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
+        assert self._cache is not None, "the backend is closed"
+        assert self._layers, "the weights are packed inside `ready` only"
+        lib, dim, kv_heads = self._library, self.shape.head_dim, self.shape.num_kv_heads
+        contexts, model = batch.context_lens.tolist(), cast(Any, self.module.model)
+        angles = self._angles_up_to(max(map(add, contexts, batch.query_lens)) - 1)
+        blocks = attention_blocks(batch.query_lens, contexts, self._heads // kv_heads)
+        hidden = F.embedding(batch.input_ids, model.embed_tokens.weight).float()
+        if self._whole is None or self._whole[0] is not self._cache:
+            pages = [Pages(*self._cache.layer(number)) for number in range(len(self._layers))]
+            self._whole = self._cache, WholePass(lib, self._layers, self._last, pages, (self._heads, kv_heads, dim), self._eps)
+        return self._whole[1](hidden, angles, batch, blocks, logits_at)
+
+    def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D / 2] of at least the positions up to `position`; both halves of a head turn alike."""
+        if len(self._angles[0]) <= position:
+            places = torch.arange(-(-(position + 1) // 1024) * 1024)
+            model: Any = self.module.model
+            cos, sin = model.rotary_emb(torch.empty(0), places[None])
+            half = self.shape.head_dim // 2
+            self._angles = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._angles
+
+    def draw_alike(self, logits: Tensor, draws: Sequence[Sample], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        if params.truncates or params.penalises:
+            return super().draw_alike(logits, draws, params)
+        return draw(self._library, logits, uniforms(self._library, *numbers_of(draws)), params.temperature)

@@ -1,1 +1,0 @@
-"""Native generation: continuous batching over the trainer's own weights."""

@@ -1,0 +1,13 @@
+import pytest
+
+from lockstep.generation.cpu.compiled import library
+from lockstep.generation.cpu.kernels import Library
+
+
+@pytest.fixture
+def compiled() -> Library:
+    """The compiled functions; skips where there is no compiler."""
+    found = library()
+    if found is None:
+        pytest.skip("needs a C compiler")
+    return found
