@@ -46,7 +46,7 @@ demo: $(READY)
 
 # Style, and the tests that start no process, of what is computed in seconds: under a minute. Before every commit.
 QUICK := $(addprefix tests/,algorithms checkpoint config data models observability \
-	test_import_arrows.py test_protocol.py test_versions.py)
+	test_doors.py test_protocol.py test_versions.py)
 quick: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal --no-processes -m 'not slow' $(QUICK)
 
@@ -207,6 +207,7 @@ check: style types
 style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(MAKE) config-page
 
 config-page: $(READY)

@@ -27,7 +27,7 @@ from lockstep.models.load import Head
 from lockstep.planner import decode
 from lockstep.planner.built import reusing_models
 from lockstep.planner.hardware import find_device
-from lockstep.planner.predict_stage import predict_stage
+from lockstep.planner.stage_prediction import predict_stage
 from lockstep.planner.prediction import Lengths, predict
 from lockstep.planner.shape import Shape, read_shape
 from lockstep.planner.time import Ranks, Rows, update_s

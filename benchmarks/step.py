@@ -40,9 +40,9 @@ from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.memory import place_models
 from lockstep.trainer.ppo import critic_stages, stages
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
+from lockstep.trainer.run.memory import place_models
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token

@@ -42,7 +42,7 @@ from lockstep.planner.count import Load
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.memory import place_models
+from lockstep.trainer.run.memory import place_models
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.preference_loss import make_preference_loss

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lockstep.config.trainer import RunConfig
 from lockstep.observability.display import Display
-from lockstep.trainer.run import Run
+from lockstep.trainer.run.loop import Run
 from lockstep.utils.quiet import quiet_transformers
 
 DATA_SOURCE = "lockstep/reverse"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         settle_training,
         training_needs,
     )
-    from lockstep.planner.predict_stage import predict_stage
+    from lockstep.planner.stage_prediction import predict_stage
     from lockstep.planner.prediction import SAVE, Lengths, Prediction, predict
 
 __getattr__ = lazy_names(
@@ -35,7 +35,7 @@ __getattr__ = lazy_names(
         "hardware": "Device find_device",
         "memory": "SHARE Contents MemoryPlan Model Rollout describe_plan host_bytes",
         "needs": "Needs Numbers place_policy place_training policy_needs settle_policy settle_training training_needs",
-        "predict_stage": "predict_stage",
+        "stage_prediction": "predict_stage",
         "prediction": "SAVE Lengths Prediction predict",
     },
 )

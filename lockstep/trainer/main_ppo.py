@@ -16,8 +16,8 @@ from lockstep.config.data import EMBEDDED
 from lockstep.config.load import of_layers, read_layers
 from lockstep.observability.spans import progress
 from lockstep.observability.waiting import leave_terminal
-from lockstep.trainer.program import read_tokenizer, run_program, worker_group
-from lockstep.trainer.setup import check_engines, reward_arguments, with_embedded_task
+from lockstep.trainer.run.program import read_tokenizer, run_program, worker_group
+from lockstep.trainer.run.setup import check_engines, reward_arguments, with_embedded_task
 from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _device_of(name: str) -> str:
 def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
     # After the configuration has been checked: these imports bring torch.
-    from lockstep.trainer.summary import summarise
+    from lockstep.trainer.run.summary import summarise
 
     with opened(config) as trainer:
         trainer.init_workers()

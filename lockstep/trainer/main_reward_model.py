@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.config.reward_train import RewardTrainConfig
-from lockstep.trainer.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.setup import check_stage_engine
+from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
+from lockstep.trainer.run.setup import check_stage_engine
 
 if TYPE_CHECKING:
     from lockstep.trainer.reward_model.reward_model_trainer import RewardModelTrainer

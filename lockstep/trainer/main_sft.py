@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.config.sft import SFTConfig
-from lockstep.trainer.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.setup import check_stage_engine, sampled_answers
+from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
+from lockstep.trainer.run.setup import check_stage_engine, sampled_answers
 
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sft_trainer import SFTTrainer

@@ -31,10 +31,10 @@ from lockstep.observability.trackers import check_trackers
 from lockstep.planner import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
-from lockstep.trainer.launch import TRAINED, RoleSpec, Workers
-from lockstep.trainer.resources import ResourcePoolManager
 from lockstep.trainer.role import Role
-from lockstep.trainer.run import Run
+from lockstep.trainer.run.launch import TRAINED, RoleSpec, Workers
+from lockstep.trainer.run.loop import Run
+from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_size import count_parameters
 

@@ -14,7 +14,7 @@ from lockstep.config import load_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import ConfigError
 from lockstep.generation.family import FAMILIES, MIXTURES, check_small_cache, check_small_cache_config
-from lockstep.trainer.setup import check_engines
+from lockstep.trainer.run.setup import check_engines
 from lockstep.workers.rollout.registry import make_rollout
 
 FP8, K8V4 = RolloutConfig(kv_cache_dtype="fp8"), RolloutConfig(kv_cache_dtype="k8v4")

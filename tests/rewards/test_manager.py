@@ -19,7 +19,7 @@ from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.manager import RewardManager
-from lockstep.trainer.setup import reward_arguments
+from lockstep.trainer.run.setup import reward_arguments
 
 WORDS = ["<unk>", "<eos>", "####", *map(str, range(20))]
 

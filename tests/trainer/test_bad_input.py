@@ -15,7 +15,7 @@ from lockstep import cli
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.embedded.task import make_tokenizer, model_config, write_prompts
 from lockstep.observability import dashboards
-from lockstep.trainer.launch import Workers
+from lockstep.trainer.run.launch import Workers
 
 PPO = (
     "data.train_files={data}/train.parquet",

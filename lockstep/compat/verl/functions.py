@@ -32,7 +32,7 @@ from lockstep.single_controller.base.equal_partition import equal_partition
 from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.reward_columns import penalise_overlong
 from lockstep.trainer.ppo.scored import Scored
-from lockstep.trainer.setup import reward_arguments
+from lockstep.trainer.run.setup import reward_arguments
 from lockstep.utils.device import resolve_device
 
 is_cuda_available, is_npu_available = torch.cuda.is_available(), False

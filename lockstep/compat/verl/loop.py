@@ -30,8 +30,8 @@ from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.reward_columns import model_scores
 from lockstep.trainer.ppo.samples import write_samples
-from lockstep.trainer.resources import ResourcePoolManager
 from lockstep.trainer.role import Role
+from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 _POOL = "global_pool"

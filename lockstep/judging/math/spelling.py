@@ -7,7 +7,7 @@ r"""One spelling for the many ways to write the same LaTeX: no layout, one name 
 import re
 from collections.abc import Callable
 
-from lockstep.rewards.graders.characters import to_ascii
+from lockstep.utils.characters import to_ascii
 
 _UNICODE = {
     "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",

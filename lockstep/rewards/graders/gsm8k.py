@@ -9,7 +9,7 @@ from collections import deque
 from fractions import Fraction
 
 from lockstep.errors import DataError
-from lockstep.rewards.graders.characters import to_ascii
+from lockstep.utils.characters import to_ascii
 
 _MAX_MARKS = 100
 _MAX_AFTER_MARK = 1_000

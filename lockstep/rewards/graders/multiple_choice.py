@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.rewards.graders.characters import to_ascii
+from lockstep.utils.characters import to_ascii
 
 _MAX_RESPONSE = 10_000
 _LETTERS = "ABCD"

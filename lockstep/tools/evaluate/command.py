@@ -135,7 +135,7 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     from lockstep.tools.evaluate.rows import data_questions
     from lockstep.tools.evaluate.scoring import Texts
     from lockstep.tools.evaluate.tasks import TASKS, load_task
-    from lockstep.trainer.setup import reward_arguments
+    from lockstep.trainer.run.setup import reward_arguments
     from lockstep.utils.tokenizer import hf_tokenizer
 
     config, is_run = _config(options)

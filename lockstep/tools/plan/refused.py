@@ -18,7 +18,7 @@ def check_run(config: Any, device: Device | None) -> None:
 
     What the tokenizer or the rows decide is not looked at.
     """
-    from lockstep.trainer.setup import check_engines, check_stage_engine
+    from lockstep.trainer.run.setup import check_engines, check_stage_engine
 
     kind = None if device is None else "cuda"
     if isinstance(config, PPOConfig):

@@ -23,8 +23,8 @@ from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
 from lockstep.observability.metrics import MACHINE_METRICS, RANK_METRICS
 from lockstep.tools.replay.trust import check_safe
-from lockstep.trainer.capsule import read_capsule, weights_differ
-from lockstep.trainer.run import Run
+from lockstep.trainer.run.capsule import read_capsule, weights_differ
+from lockstep.trainer.run.loop import Run
 from lockstep.utils.printable import say
 
 PROGRAMS = {

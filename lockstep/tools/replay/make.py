@@ -1,4 +1,4 @@
-"""`lockstep capsule RUN --step N`: one file from which that step can be done again (trainer/capsule.py)."""
+"""`lockstep capsule RUN --step N`: one file from which that step can be done again (trainer/run/capsule.py)."""
 
 import argparse
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.checkpoint import folders
 from lockstep.errors import DataError, as_command
 from lockstep.tools.replay import PROGRAMS
-from lockstep.trainer.capsule import write_capsule
+from lockstep.trainer.run.capsule import write_capsule
 from lockstep.utils.printable import say
 
 

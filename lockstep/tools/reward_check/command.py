@@ -16,7 +16,7 @@ from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, as_command
 from lockstep.observability.safe_console import SafeConsole
-from lockstep.trainer.setup import reward_arguments, with_embedded_task
+from lockstep.trainer.run.setup import reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
     from lockstep.rewards.manager import RewardManager

@@ -17,8 +17,8 @@ from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ConfigError
 from lockstep.observability.display import View
 from lockstep.protocol import DataProto
-from lockstep.trainer.launch import FROZEN, RoleSpec
 from lockstep.trainer.role import Role
+from lockstep.trainer.run.launch import FROZEN, RoleSpec
 from lockstep.trainer.sft.sft_trainer import SFTTrainer
 from lockstep.utils.hf_config import read_model_config, stop_token_ids
 from lockstep.utils.model_size import count_parameters

@@ -29,8 +29,8 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
 from lockstep.trainer.dpo.reference_file import fingerprint, reference_path, with_reference
 from lockstep.trainer.dpo.stages import couple_pairs, reference_log_prob, whole_batch_columns
-from lockstep.trainer.launch import FROZEN, RoleSpec
 from lockstep.trainer.role import Role
+from lockstep.trainer.run.launch import FROZEN, RoleSpec
 from lockstep.trainer.stage_run import StageRun, whole_batches
 from lockstep.utils.files import load_reference
 from lockstep.utils.hf_config import read_model_config

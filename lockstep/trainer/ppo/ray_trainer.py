@@ -26,7 +26,6 @@ from lockstep.observability.trackers import check_trackers
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import WorkerGroup, share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
-from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import checks, critic_stages, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
 from lockstep.trainer.ppo.episodes import episode_metrics, episode_rewards, episode_rollout
@@ -42,9 +41,10 @@ from lockstep.trainer.ppo.samples import choose_samples, share_with_signal, writ
 from lockstep.trainer.ppo.saved import SavedPPO
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.validation import validate
-from lockstep.trainer.resources import ResourcePoolManager
 from lockstep.trainer.role import Role
-from lockstep.trainer.run import FitResult
+from lockstep.trainer.run.launch import Workers
+from lockstep.trainer.run.loop import FitResult
+from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
 from lockstep.utils.hf_config import stop_token_ids
 

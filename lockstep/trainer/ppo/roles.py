@@ -8,9 +8,9 @@ from functools import partial
 from lockstep.config.ppo import PPOConfig
 from lockstep.planner import Load
 from lockstep.single_controller.base import ClassWithInitArgs
-from lockstep.trainer.launch import FROZEN, TRAINED, RoleSpec, Workers
 from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.trainer.role import Role
+from lockstep.trainer.run.launch import FROZEN, TRAINED, RoleSpec, Workers
 from lockstep.utils.model_size import count_parameters
 
 _BYTES = {"Actor": TRAINED, "ActorRollout": TRAINED, "ActorRolloutRef": TRAINED, "Critic": TRAINED}

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.algorithms.kl import KLController
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.seen import tell_of_other_data
-from lockstep.trainer.launch import Workers
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.ppo.prompts import Prompts
-from lockstep.trainer.run import Run
+from lockstep.trainer.run.launch import Workers
+from lockstep.trainer.run.loop import Run
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.journal import Journal

@@ -50,7 +50,7 @@ class SampledAnswers:
         return cls(config, dataset, sampling, Judge(reward_fn, tokenizer, config.reward.max_failure_rate, section.run_dir))
 
     def validate(self, rollout: Any, step: int, choose: Callable[[int, int, int], list[int]]) -> dict[str, float]:
-        """Answer the prompts that `choose` takes (trainer/run.py::_validated_rows) and judge them; the samples go to the run's folder
+        """Answer the prompts that `choose` takes (trainer/run/loop.py::_validated_rows) and judge them; the samples go to the run's folder
         `validation`."""
         own, folder = self.config.sampled, self.config.trainer.run_dir / "validation"
         dataset: Any = Subset(self.dataset, choose(len(self.dataset), own.n, self.config.data.train_batch_size))

@@ -4,7 +4,7 @@ import shlex
 
 from lockstep.observability.alarms import FILE
 from lockstep.observability.display import with_interval
-from lockstep.trainer.run import FitResult
+from lockstep.trainer.run.loop import FitResult
 
 
 def summarise(result: FitResult, embedded: bool) -> str:

@@ -8,8 +8,8 @@ from lockstep.config.trainer import TrainerConfig
 from lockstep.planner.count import Load
 from lockstep.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.launch import RoleSpec, Workers
-from lockstep.trainer.resources import ResourcePoolManager
+from lockstep.trainer.run.launch import RoleSpec, Workers
+from lockstep.trainer.run.resources import ResourcePoolManager
 
 
 class Part(Enum):

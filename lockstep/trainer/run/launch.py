@@ -10,8 +10,8 @@ from lockstep.config.trainer import RunConfig
 from lockstep.observability.spans import progress
 from lockstep.planner import Kept, Load
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
-from lockstep.trainer.memory import place_models
-from lockstep.trainer.resources import ResourcePoolManager
+from lockstep.trainer.run.memory import place_models
+from lockstep.trainer.run.resources import ResourcePoolManager
 
 TRAINED, FROZEN = 16, 4
 """Bytes per parameter in float32: weight, gradient and two moments; or the weight alone."""

@@ -5,7 +5,7 @@ import pytest
 
 from lockstep.config import load_config
 from lockstep.embedded import task
-from lockstep.trainer.setup import with_embedded_task
+from lockstep.trainer.run.setup import with_embedded_task
 
 
 def test_a_model_of_the_users_gets_the_embedded_words_and_no_other_model_is_warmed_up(

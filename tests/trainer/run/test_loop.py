@@ -30,9 +30,9 @@ from lockstep.errors import (
 )
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking, _JsonLines
-from lockstep.trainer.run import Run
-from lockstep.trainer.stop import end_on_sigterm
-from lockstep.trainer.summary import summarise, summarise_stage
+from lockstep.trainer.run.loop import Run
+from lockstep.trainer.run.stop import end_on_sigterm
+from lockstep.trainer.run.summary import summarise, summarise_stage
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rewards.graders.characters import to_ascii
+from lockstep.utils.characters import to_ascii
 
 
 def test_other_forms_become_ascii_and_other_characters_stay():

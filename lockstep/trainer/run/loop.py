@@ -36,9 +36,9 @@ from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking, free_name
-from lockstep.trainer.skipped import heed_skipped
-from lockstep.trainer.start import find_checkpoint
-from lockstep.trainer.stop import StopSignals, logged_metrics
+from lockstep.trainer.run.skipped import heed_skipped
+from lockstep.trainer.run.start import find_checkpoint
+from lockstep.trainer.run.stop import StopSignals, logged_metrics
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 
@@ -218,7 +218,7 @@ class Run(ABC):
             with suppress(Exception):  # the error of this step must not lose the checkpoint of the last one
                 self._end_save()
             if is_nonfinite(error):
-                from lockstep.trainer.capsule import keep_failed_step
+                from lockstep.trainer.run.capsule import keep_failed_step
 
                 keep_failed_step(self, error)
             if not self._begins_again_after(error, stop):

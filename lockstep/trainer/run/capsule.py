@@ -31,7 +31,7 @@ from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from lockstep.trainer.run import Run
+    from lockstep.trainer.run.loop import Run
 
 FORMAT = 1
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "ray", "vllm", "megatron-core", "torchtitan", "veomni")

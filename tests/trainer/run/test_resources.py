@@ -4,8 +4,8 @@ import pytest
 
 from lockstep.errors import ConfigError, ResourceError
 from lockstep.single_controller.base import NodeResources
-from lockstep.trainer.resources import PROCESS_MEMORY, ResourcePoolManager
 from lockstep.trainer.role import Role
+from lockstep.trainer.run.resources import PROCESS_MEMORY, ResourcePoolManager
 
 GIB = 1 << 30
 

@@ -98,7 +98,7 @@ def stage_program(
     load = partial(load_recipe, root)
 
     def run(config: Any) -> None:
-        from lockstep.trainer.summary import summarise_stage
+        from lockstep.trainer.run.summary import summarise_stage
 
         with opened(config) as trainer:
             trainer.init_workers()
@@ -126,7 +126,7 @@ def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterato
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.single_controller.ray.cluster import connect, disconnect
-    from lockstep.trainer.stop import end_on_sigterm
+    from lockstep.trainer.run.stop import end_on_sigterm
 
     if section.worker_group != "ray" and not (section.worker_group == "auto" and needs_ray):
         end_on_sigterm()
