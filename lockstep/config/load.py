@@ -22,6 +22,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
 from lockstep.config.trl_names import TRL_NAMES
+from lockstep.config.yaml_file import read_yaml
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def read_layers(
     `device_of` says which device a value of trainer.device stands for on this machine. Where it is given, and asked only where that
     matters, a run whose size is not said is smaller on a CPU (first_run.py).
     """
-    from_file = read_file(config_file) if config_file else OmegaConf.create()
+    from_file = read_yaml(config_file) if config_file else OmegaConf.create()
     user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)))] if config_file else []
     named: list[str] = []
     given = [_read_override(text, named, root) for text in overrides]
@@ -163,7 +164,7 @@ def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
 
 def read_keys(path: str | Path) -> dict[str, Any]:
     """The keys that a YAML file sets, with their values. Raises ConfigError for an unknown one."""
-    node = read_file(path)
+    node = read_yaml(path)
     return {key: OmegaConf.select(node, key) for key in _checked_keys(node, PPOConfig)}
 
 
@@ -338,23 +339,6 @@ def override_text(value: Any) -> str:
     text = str(value)
     plain = not isinstance(value, str) or re.fullmatch(r"[\w./@%+-]+(:[\w./@%+-]+)*", text)
     return text if plain else "'" + text.replace("'", r"\'") + "'"
-
-
-def read_file(path: str | Path) -> DictConfig:
-    """A YAML file of sections, as it stands. Raises ConfigError for one that is missing or something else."""
-    if not Path(path).is_file():
-        raise ConfigError(f"the config file {path} does not exist")
-    try:
-        node = OmegaConf.load(path)
-    except Exception as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(
-            f"the config file {path}{where} is not valid YAML: {getattr(error, 'problem', None) or _one_line(error)}"
-        ) from error
-    if not isinstance(node, DictConfig):
-        raise ConfigError(f"the config file {path} must hold a mapping of sections, not {type(node).__name__}")
-    return node
 
 
 def _to_object(node: Any, root: type[T]) -> T:

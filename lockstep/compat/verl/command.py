@@ -13,7 +13,8 @@ from hydra.errors import HydraException
 
 from lockstep.compat.verl.keys import Verdict, judge_all, overrides, table
 from lockstep.config import PPOConfig, load_config
-from lockstep.config.load import has_key, leaves, plain, read_file, readable_errors
+from lockstep.config.load import has_key, leaves, plain, readable_errors
+from lockstep.config.yaml_file import read_yaml as read_file
 from lockstep.errors import ConfigError, as_command
 from lockstep.utils.shell import started_commands
 

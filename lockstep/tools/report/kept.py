@@ -5,8 +5,8 @@ files of trainer.rollout_data_dir and trainer.validation_data_dir, which have th
 what the first does not have of a step is taken from the second.
 """
 
-import json
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.tools.report.tail import NOT_FINITE, JsonLines
+from lockstep.tools.report.tail import JsonLines, read_json
 
 OUTCOMES = ("stop", "length", "missing", "error", "abort", "")
 """What became of a response: finish reasons, or its reward is missing. The last: not known."""
+MAX_FILE_BYTES = 1_000_000_000
+"""The most that the arrays of one file may be: a short file can inflate to any size."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, MemoryError, OverflowError, NotImplementedError)
+"""What numpy and the checks here raise for a file that a run did not write."""
 _TOKEN_NAMES = {
     "mask": "mask",
     "turn": "turn",
@@ -78,18 +82,72 @@ def read_batch(step: int, is_validation: bool, files: list[Path], gamma: float, 
     return batch
 
 
+def num_bytes(file: Path) -> int:
+    """Return how many bytes the arrays of a .npz file are, as it says itself; 0 if it cannot be read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return sum(member.file_size for member in archive.infolist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return 0
+
+
 def _read_npz(file: Path, batch: Batch) -> None:
     try:
+        if num_bytes(file) > MAX_FILE_BYTES:
+            raise ValueError(f"its arrays are larger than {MAX_FILE_BYTES / 1e9:.1f} GB")
         with np.load(file, allow_pickle=False) as arrays:
-            texts = json.loads(arrays["rows"].tobytes(), parse_constant=NOT_FINITE.get)
-            batch.lengths = arrays["lengths"]
-            batch.columns = {"token": arrays["tokens"]} | {new: arrays[old] for old, new in _TOKEN_NAMES.items() if old in arrays}
-        batch.rows, batch.vocabulary, batch.sources = texts["rows"], texts["vocabulary"], texts["sources"]
-        total = int(batch.lengths.sum())
-        if len(batch.lengths) > len(batch.rows) or any(len(column) != total for column in batch.columns.values()):
+            texts = read_json(arrays["rows"].tobytes())
+            lengths = _column(arrays["lengths"], "iu", np.int32)
+            columns = {"token": _column(arrays["tokens"], "iu", np.int32)}
+            for old, new in _TOKEN_NAMES.items():
+                if old in arrays:
+                    columns[new] = _column(arrays[old], "iub", np.uint8) if new == "mask" else _column(arrays[old], "f", np.float16)
+        rows, vocabulary, sources = texts["rows"], texts["vocabulary"], texts["sources"]
+        if not (all(map(_is_row, rows)) and all(isinstance(text, str) for text in vocabulary.values())):
+            raise ValueError("its rows or its vocabulary are malformed")
+        if not all(_is_count(count) for count in sources.values()):
+            raise ValueError("its counts of data sources are malformed")
+        total = int(lengths.sum(dtype=np.int64))
+        if len(lengths) > len(rows) or (lengths < 0).any() or any(len(column) != total for column in columns.values()):
             raise ValueError("its columns have different lengths")
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        _hide_unlearned(columns)
+    except (*_UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{file.name} cannot be read: {error}") from error
+    batch.rows, batch.vocabulary, batch.sources, batch.lengths, batch.columns = rows, vocabulary, sources, lengths, columns
+
+
+def _column(array: np.ndarray, kinds: str, dtype: Any) -> np.ndarray:
+    """The array as `dtype`. Raises ValueError unless it has one dimension, and numbers of these kinds (numpy's letters)."""
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"a column is of {array.dtype} in {array.ndim} dimensions")
+    if kinds != "f" and len(array) and not (np.iinfo(dtype).min <= array.min() and array.max() <= np.iinfo(dtype).max):
+        raise ValueError("a whole number is out of range")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def _hide_unlearned(columns: dict[str, np.ndarray]) -> None:
+    """Set what was computed of the policy's tokens alone to nan at all others: a row that was left out has no ratio and no probability."""
+    others = columns["mask"] == 0
+    for name in ("log_prob", "log_ratio", "sampler_log_ratio", "kl", "entropy"):
+        if name in columns:
+            columns[name][others] = np.nan
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a row has what the page shows of it, in the types that it expects."""
+    texts = [row["prompt"], row["response"]]
+    optional = [row["finish"], row["failure"]]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(text is None or isinstance(text, str) for text in optional)
+        and isinstance(row["said"], dict)
+        and {"truth", "group", "length", "reward"} <= row.keys()
+    )
+
+
+def _is_count(count: Any) -> bool:
+    return isinstance(count, dict) and isinstance(count["prompts"], int) and count["prompts"] > 0
 
 
 def td_errors(columns: dict[str, np.ndarray], lengths: np.ndarray, gamma: float, by_turn: bool = False) -> np.ndarray:

@@ -6,11 +6,13 @@ from typing import Any
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.observability.statistics import wilson_interval
-from lockstep.tools.report.kept import Batch, find_files, read_batch
+from lockstep.tools.report.kept import Batch, find_files, num_bytes, read_batch
 from lockstep.tools.report.settings import read_settings
 from lockstep.tools.report.tail import JsonLines
 
 METRICS = "metrics.jsonl"
+_MAX_BYTES = 8_000_000_000
+"""The most that the arrays with samples of one run may be."""
 _MEAN = re.compile(r"val-core/(.+)/(?:acc|reward)/mean@\d+")
 
 
@@ -24,6 +26,7 @@ class RunFolder:
         self.notes: list[str] = []
         """What could not be read."""
         self.last_step = -1
+        self._bytes_left = _MAX_BYTES
         self._metrics, self._alarms = JsonLines(folder / METRICS), JsonLines(folder / "alarms.jsonl")
         self._read: set[tuple[int, bool]] = set()
         self._counts: dict[int, dict[str, dict[str, Any]]] = {}
@@ -38,7 +41,7 @@ class RunFolder:
     def new_steps(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are new. Reads new alarms too, into `alarms`."""
         self.alarms += self._alarms.read_new()
-        rows = [row for row in self._metrics.read_new() if isinstance(row.get("step"), int)]
+        rows = [row for row in self._metrics.read_new() if type(row.get("step")) is int and 0 <= row["step"] < 1 << 31]
         self.last_step = max([self.last_step, *(row["step"] for row in rows)])
         return rows
 
@@ -56,6 +59,14 @@ class RunFolder:
         """The samples in those files; None, and a note, where they cannot be read."""
         values = self.settings["values"]
         gamma, by_turn = values.get("algorithm.gamma", 1.0), values.get("algorithm.discount_unit") == "turn"
+        size = sum(num_bytes(file) for file in files if file.suffix == ".npz")
+        if size > self._bytes_left:
+            self.notes.append(
+                f"the samples of step {key[0]} and later ones are not shown: together they are over {_MAX_BYTES / 1e9:.0f} GB"
+            )
+            self._bytes_left = 0
+            return None
+        self._bytes_left -= size
         try:
             batch = read_batch(*key, files, float(gamma) if isinstance(gamma, int | float) else 1.0, by_turn)
         except ValueError as error:

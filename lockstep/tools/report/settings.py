@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lockstep.config.reference import ROOTS, keys
-from lockstep.errors import ConfigError
+from lockstep.config.yaml_file import read_yaml
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -17,10 +17,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     Values are text, as JSON. A key that this version does not know has no default and no meaning. Raises ConfigError where the file is no
     YAML.
     """
-    try:
-        values = dict(_leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False)))
-    except Exception as error:  # whatever a YAML reader raises
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    values = {key: _plain(value) for key, value in _leaves(OmegaConf.to_container(read_yaml(file), resolve=False))}
     known = {command: {key: (default, meaning) for key, default, meaning in keys(root)} for command, root in ROOTS.items()}
     recipe = max(known, key=lambda command: len(values.keys() & known[command].keys()))
     rows = []
@@ -46,6 +43,15 @@ def _leaves(value: Any, key: str = "") -> Any:
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it: a date, a number that is not finite and one beyond floats are texts."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return str(value) if isinstance(value, int) and abs(value) > 1 << 53 else value
 
 
 def _text(value: Any) -> str:

@@ -1,12 +1,49 @@
 """A file of JSON lines that grows while it is read."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+_NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 """What json writes for a number that is not finite, which is no JSON -> how the tracker of a run writes it (observability/trackers.py)."""
+_MAX_DEPTH = 100
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value, with numbers that are not finite as texts and whole numbers beyond floats' as floats.
+
+    Raises ValueError for what is no JSON, and for values nested too deep.
+    """
+    try:
+        value = json.loads(text, parse_constant=_NOT_FINITE.get, parse_float=_number, parse_int=_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if _is_deep(value):
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+    return value
+
+
+def _number(digits: str) -> int | float | str:
+    if digits.lstrip("-").isdecimal() and len(digits) <= 15:
+        return int(digits)
+    number = float(digits)
+    return number if math.isfinite(number) else str(number)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
 
 
 class JsonLines:
@@ -44,7 +81,7 @@ class JsonLines:
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         try:
-            row = json.loads(line, parse_constant=NOT_FINITE.get)
+            row = read_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):

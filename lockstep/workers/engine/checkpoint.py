@@ -156,8 +156,11 @@ def read_progress(path: Path, specs: Specs) -> Progress:
     """Read that of these weights. Raises DataError where it is not there or not one."""
     try:
         found = json.loads((path / PROGRESS).read_text())
-        return Progress(int(found["updates"]), {name: int(found["steps"][name]) for name in specs})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        progress = Progress(int(found["updates"]), {name: int(found["steps"][name]) for name in specs})
+        if min(progress.updates, *progress.steps.values()) < 0:
+            raise ValueError("a number of updates is negative")
+        return progress
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path / PROGRESS} cannot be read: {error!r}") from error
 
 

@@ -10,7 +10,7 @@ from helpers.report_run import HOSTILE, make_run, write_batch
 
 from lockstep.errors import DataError
 from lockstep.observability.statistics import wilson_interval
-from lockstep.tools.report import main, write_report
+from lockstep.tools.report import kept, main, run_folder, write_report
 from lockstep.tools.report.assemble import SCRIPTS, STYLES, _read
 from lockstep.tools.report.collector import Collector, Limits
 from lockstep.tools.report.kept import td_errors
@@ -281,3 +281,106 @@ def test_texts_that_hardly_compress_are_cut_until_the_file_is_small_enough(run, 
     write_report([run], tmp_path / "report.html")
     assert len(asked) > 1
     assert asked[-1].tokens < asked[0].tokens
+
+
+def change_rows(file, change):
+    """Write the .npz file again with other texts: `change(texts)` is what is written instead, as JSON text or a value."""
+    arrays = dict(np.load(file))
+    changed = change(json.loads(arrays["rows"].tobytes()))
+    arrays["rows"] = np.frombuffer((changed if isinstance(changed, str) else json.dumps(changed)).encode(), np.uint8)
+    np.savez(file, **arrays)
+
+
+def with_row(texts, **changes):
+    return texts | {
+        "rows": [{key: value for key, value in (texts["rows"][0] | changes).items() if value != "GONE"}, *texts["rows"][1:]]
+    }
+
+
+MALFORMED = {
+    "nested": lambda texts: "[" * 100_000,
+    "nested in a row": lambda texts: json.dumps(with_row(texts, truth="X")).replace('"X"', "[" * 5_000 + "]" * 5_000),
+    "no rows": lambda texts: {},
+    "a list": lambda texts: [1],
+    "rows of numbers": lambda texts: texts | {"rows": [1] * 8},
+    "said no dict": lambda texts: with_row(texts, said="all"),
+    "no said": lambda texts: with_row(texts, said="GONE"),
+    "no prompt": lambda texts: with_row(texts, prompt="GONE"),
+    "a number as response": lambda texts: with_row(texts, response=3),
+    "a number as finish": lambda texts: with_row(texts, finish=[1]),
+    "no reward": lambda texts: with_row(texts, reward="GONE"),
+    "vocabulary of numbers": lambda texts: texts | {"vocabulary": {"1": 2}},
+    "vocabulary no dict": lambda texts: texts | {"vocabulary": [1]},
+    "no prompts counted": lambda texts: texts | {"sources": {"words": {"prompts": 0, "is_binary": True}}},
+    "sources of numbers": lambda texts: texts | {"sources": {"words": 1}},
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_texts_of_a_sample_file_are_named_and_the_rest_is_shown(run, change):
+    change_rows(run / "samples/train_2.npz", change)
+    said, *warnings = write_report([run], run / "report.html").splitlines()
+    assert "48 samples" in said
+    assert "train_2.npz cannot be read" in warnings[0]
+
+
+ARRAYS = {
+    "float tokens": {"tokens": np.zeros(80, np.float32)},
+    "tokens in two dimensions": {"tokens": np.zeros((2, 40), np.int32)},
+    "texts as tokens": {"tokens": np.array(["a"] * 80)},
+    "negative lengths": {"lengths": np.array([-1, 81], np.int32)},
+    "lengths that overflow": {"lengths": np.array([2**62, 2**62], np.int64)},
+    "lengths of floats": {"lengths": np.array([8.5])},
+    "complex kl": {"kl": np.zeros(80, np.complex64)},
+    "no mask": {"mask": None},
+}
+
+
+@pytest.mark.parametrize("changes", ARRAYS.values(), ids=ARRAYS)
+def test_malformed_arrays_of_a_sample_file_are_named_and_the_rest_is_shown(run, changes):
+    file = run / "samples/train_2.npz"
+    np.savez(file, **{name: array for name, array in (dict(np.load(file)) | changes).items() if array is not None})
+    said, *warnings = write_report([run], run / "report.html").splitlines()
+    assert "48 samples" in said
+    assert "train_2.npz cannot be read" in warnings[0]
+
+
+def test_a_file_that_inflates_is_not_read(run, monkeypatch):
+    file = run / "samples/train_2.npz"
+    arrays = dict(np.load(file))
+    np.savez_compressed(file, **(arrays | {"rows": np.zeros(3_000_000, np.uint8)}))
+    monkeypatch.setattr(kept, "MAX_FILE_BYTES", 2_000_000)
+    assert file.stat().st_size < 20_000
+    _, warning = write_report([run], run / "report.html").splitlines()
+    assert "train_2.npz cannot be read: its arrays are larger" in warning
+    # Many files that are each small enough are bounded together.
+    monkeypatch.setattr(kept, "MAX_FILE_BYTES", 10_000_000)
+    monkeypatch.setattr(run_folder, "_MAX_BYTES", 1_000_000)
+    _, warning, *_ = write_report([run], run / "report.html").splitlines()
+    assert "not shown" in warning
+
+
+def test_metrics_and_settings_that_json_does_not_hold_are_shown_as_texts_or_left_out(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 91, "a/b": 1e400, "c/d": -1e999, "e/f": 1' + "0" * 400 + ', "val-core/words/reward/mean@1": 1e400}\n')
+        file.write("[" * 100_000 + "\n" + '{"step": 92, "a": ' + '{"a":' * 900 + "1" + "}" * 901 + "\n")
+        file.write('{"step": 1e3}\n{"step": true}\n{"step": -5}\n{"step": 99999999999}\n')
+    (run / "config.yaml").write_text("a: .inf\nb: 2026-11-19\nalgorithm: {gamma: .nan}\ntrainer: {seed: 1" + "0" * 400 + "}\n")
+    (metrics,) = unpacked(Collector([run]).collect(), "metrics")
+    assert metrics["steps"][-1] == 91
+    assert [metrics["columns"][name][-1] for name in ("a/b", "c/d", "e/f")] == ["inf", "-inf", "inf"]
+    warnings = write_report([run], run / "report.html").splitlines()[1:]
+    assert any("2 lines cannot be read" in warning for warning in warnings)
+
+
+def test_tokens_that_the_policy_did_not_learn_from_have_no_ratio_and_no_probability(run):
+    """A row whose reward is missing has a mask of 0: what is stored of it was never computed."""
+    file = run / "samples/train_2.npz"
+    arrays = dict(np.load(file))
+    first = arrays["lengths"][0]
+    arrays["mask"][:first] = 0
+    np.savez(file, **arrays)
+    batch = kept.read_batch(2, False, [file], 1.0)
+    for name in ("log_prob", "log_ratio", "sampler_log_ratio", "kl", "entropy"):
+        assert np.isnan(batch.columns[name][:first]).all()
+        assert np.isfinite(batch.columns[name][first:]).all()
