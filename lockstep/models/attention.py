@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from lockstep.kernels import flash
 from lockstep.kernels.flash import Bounds
 from lockstep.models import ulysses
-from lockstep.models.cached_attention import Variant
+from lockstep.models.cached_attention import Variant, check_call
 from lockstep.models.masked_attention import masked_attention
 
 PACKED = "lockstep_packed"
@@ -115,13 +115,15 @@ def packed_attention(
     about the same length and stand alone, padded on the right for this call only: under a causal mask a token never looks right.
     Where the layout divides the tokens among ranks, each attends with a part of the heads (models/ulysses.py).
     """
+    check_call(module, query, key, value, attention_mask, kwargs)
     group = layout.group
     if group is not None:
         query, key, value = ulysses.heads_for_tokens(query, key, value, layout.num_tokens, group)
         s_aux = None if s_aux is None else s_aux.chunk(group.size())[group.rank()]  # of its own heads
     window = sliding_window if sliding_window is not None and layout.longest > sliding_window else None
     out = _attend(query, key, value, layout, Variant(scaling, window, softcap, s_aux))
-    return out if group is None else ulysses.tokens_for_heads(out, group), None
+    out = out if group is None else ulysses.tokens_for_heads(out, group)
+    return out.contiguous(), None  # some families call view on it
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, variant: Variant) -> Tensor:

@@ -1,12 +1,15 @@
 """Attention for decoding, as a function that plugs into transformers' attention interface (see attention.py): new tokens read and extend
 a key-value cache that the native rollout engine owns. Legend: H query heads, D head size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from lockstep.errors import ConfigError
 
 CACHED = "lockstep_cached"
 
@@ -53,6 +56,7 @@ def cached_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of new tokens over what `kv_cache` holds of their sequences."""
+    check_call(module, query, key, value, attention_mask, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
     # A cache has one head size. Zeros at the end of a key change no score; at the end of a value they are cut off again.
     value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
@@ -60,6 +64,27 @@ def cached_attention(
     query, key, value = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (query, key, value))
     out = kv_cache.attend(layer, query, key, value, Variant(scaling, sliding_window, softcap, s_aux))
     return out[..., :value_dim], None
+
+
+def check_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, others: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError unless each new token has one key and one value, and causality and a window are all that hides keys.
+
+    Models that add compressed keys, or choose which keys a token sees, would be computed wrongly, or write outside the cache.
+    """
+    name = type(module).__name__
+    if not query.shape[2] == key.shape[2] == value.shape[2]:
+        raise ConfigError(
+            f"{name} attends with {query.shape[2]} queries to {key.shape[2]} keys and {value.shape[2]} values; one key and one value per "
+            "token are needed"
+        )
+    if attention_mask is not None:
+        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ConfigError(f"{name} hides keys by a mask of its own ({shape}); only causal masks with a window are computed")
+    chosen = [key for key in others if key.endswith("indices") and others[key] is not None]
+    if chosen:
+        raise ConfigError(f"{name} chooses the keys that a token sees ({chosen[0]}); only causal masks with a window are computed")
 
 
 AttentionInterface.register(CACHED, cached_attention)

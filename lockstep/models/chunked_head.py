@@ -101,7 +101,9 @@ class HandsOutHidden:
         """The model's own forward; with `read`, what that returns for the last hidden states at the places `read_at` [M]."""
         if read is None:
             return super().forward(*args, **inputs)  # type: ignore[misc]
-        hidden = self.base_model(**inputs).last_hidden_state[0, read_at]  # type: ignore[attr-defined]
+        body = self.base_model  # type: ignore[attr-defined]
+        body = self.model if body is self else body  # type: ignore[attr-defined]  # Llama 4's prefix names no module
+        hidden = body(**inputs).last_hidden_state[0, read_at]
         layer = self.get_output_embeddings()  # type: ignore[attr-defined]
         if not isinstance(layer.weight, DTensor):
             return read(hidden, layer.weight, layer.bias, None)

@@ -64,7 +64,8 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
             elif weight.dim() == 3:  # experts side by side
                 body += weight.numel() // weight.shape[0] * chosen
     heads = config.num_attention_heads
-    size = head_size(config)
+    sizes = _head_sizes(config)
+    size = sum(sizes) // len(sizes)
     value_size = getattr(config, "v_head_dim", None) or size
     if getattr(config, "qk_nope_head_dim", None):
         size = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -77,8 +78,15 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
 
 def head_size(config: Any) -> int:
-    """Numbers in one attention head of a model with this text config."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """Return how many numbers one attention head of a model with this text config has; the most, where layers differ."""
+    return max(_head_sizes(config))
+
+
+def _head_sizes(config: Any) -> list[int]:
+    """The sizes of the heads, by layer where layers differ (Gemma 4); else one."""
+    layers = getattr(config, "per_layer_config", None)
+    configs = [config] if layers is None else [layers[number] for number in range(config.num_hidden_layers)]
+    return [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in configs]
 
 
 def mlp_width(config: Any) -> int:

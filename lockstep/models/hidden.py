@@ -28,13 +28,11 @@ def logits_are_the_layers(model: nn.Module, layer: nn.Module, device: torch.devi
     handle = layer.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
     ids = torch.arange(2, device=device)[None]
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "layout": PackedLayout(torch.tensor([2]), device)}
-    was_training = model.training
     try:
-        logits = model.eval()(**inputs, logits_to_keep=ids[0, 1:]).logits
+        logits = model(**inputs, logits_to_keep=ids[0, 1:]).logits
         hidden = model(**inputs, read=lambda hidden, *weights: hidden, read_at=ids[0, 1:])
     finally:
         handle.remove()
-        model.train(was_training)
     if len(seen) != 1 or logits.shape[1] != 1:
         return False
     ((given, made),) = seen

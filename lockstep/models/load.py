@@ -24,7 +24,7 @@ from lockstep.models import cached_attention  # noqa: F401  (its name can be cho
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, check_finite, draw_weights, missing_weights
 from lockstep.models.outputs import ReadsScores, read_scores
-from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.hf_config import packed_limit, read_model_config
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.quiet import quiet_transformers
 
@@ -57,7 +57,10 @@ def _reason(error: Exception) -> str:
 def load_model(
     config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
 ) -> PreTrainedModel:
-    """The model in float32 on the CPU, without dropout, in training mode, with our packed attention.
+    """Return the model in float32 on the CPU, in evaluation mode, with our packed attention.
+
+    It also trains in evaluation mode: dropout, noise in routers and dropped layers would make the policy that is trained another than
+    the policy that was sampled.
 
     A value head that the folder does not have, and a score head if it is to be `trained`, is drawn from `seed`, so that every rank has the
     same one (`meta.draw_weights`). Any other weight that is missing or of another shape raises DataError, as does a folder that is not a
@@ -91,7 +94,7 @@ def load_model(
         check_finite(name, parameter.detach(), str(config.path))
     _prepare(model, head)
     check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
-    return model.train()
+    return model
 
 
 def load_on_meta(
@@ -116,7 +119,7 @@ def load_on_meta(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     _prepare(model, head)
     drawn = {name: draw_weights(model, name, seed, _std(model, head)) for name in missing}
-    return model.train(), WeightSource(files, drawn)
+    return model, WeightSource(files, drawn)
 
 
 def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> PreTrainedModel:
@@ -166,9 +169,31 @@ def _std(model: PreTrainedModel, head: Head) -> float | None:
 
 
 def _prepare(model: PreTrainedModel, head: Head) -> None:
-    disable_dropout(model)
+    model.eval()
+    refuse_long_rows(model)
     if head is Head.SCORE:
         read_scores(model)
+
+
+def refuse_long_rows(model: PreTrainedModel) -> None:
+    """Let the forward pass of packed rows raise ConfigError for rows that are longer than the model computes alike in any company."""
+    limit = packed_limit(model.config)
+    if limit is None:
+        return
+    for module in model.modules():
+        # Llama 4 scales queries by their place in the pass, not in the row. In rows within the limit every scale is 1.
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning = False
+
+    def check(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        layout = inputs.get("layout")
+        if layout is not None and layout.longest > limit.tokens:
+            raise ConfigError(
+                f"a row has {layout.longest} tokens, but {type(model).__name__} computes at most {limit}; lower the lengths of prompts "
+                "and responses (data.max_prompt_length, data.max_response_length, data.max_length)"
+            )
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -177,6 +202,10 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     twin = copy.deepcopy(model, memo)
     twin.set_attn_implementation(_own_attention(model) if attention == "sdpa" else attention)
     return twin.eval()
+
+
+_FAILURES = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
+"""What a model may raise that calls attention in another way than packed_attention expects."""
 
 
 @torch.no_grad()
@@ -191,7 +220,6 @@ def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: 
     vocabulary = model.config.get_text_config().vocab_size
     prompt, one, two = (torch.randint(0, vocabulary, (n,), generator=generator).to(device) for n in (3, 4, 2))
     whole, other = torch.cat([prompt, one]), torch.cat([prompt, two])
-    module.eval()
     logits = partial(_logits, module, isinstance(model, ReadsScores))
     advice = "choose a model with causal softmax attention that goes through transformers' attention interface"
     try:
@@ -204,10 +232,11 @@ def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: 
             alone = torch.cat([logits(row) for row in rows])
         finally:
             model.set_attn_implementation(PACKED)
-    except ConfigError:
+    except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{type(model).__name__} ({path}) cannot compute packed rows ({error}); {advice}") from error
+    except _FAILURES as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{type(model).__name__} ({path}) cannot compute packed rows ({reason}); {advice}") from error
     difference = max((packed - alone).abs().max().item(), (shared - torch.cat([alone[:7], alone[10:]])).abs().max().item())
     scale = alone.abs().max().item()
     if not difference <= (1e-3 if dtype == torch.float32 else 0.1) * scale:
@@ -238,13 +267,3 @@ def _logits(module: nn.Module, scored: bool, inputs: dict[str, Any]) -> Tensor:
     """What the model gives at each of N tokens: [N, V], or [N] scores."""
     ids = inputs["input_ids"]
     return module(**inputs, read_at=torch.arange(ids.shape[1])) if scored else module(**inputs).logits[0].float()
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """What was sampled must be what is trained: dropout would make them two policies."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

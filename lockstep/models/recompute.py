@@ -7,6 +7,7 @@ full       only what enters each layer is kept: least memory, about a third more
 ```
 """
 
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.errors import ConfigError
 from lockstep.models.flops import mlp_width
@@ -72,9 +74,11 @@ def apply_recompute(model: PreTrainedModel, kind: str) -> None:
     """Make the model's forward pass keep no more than `kind` says. Raises ConfigError where the model cannot."""
     remedy = "set model.enable_gradient_checkpointing=false"
     if kind == "full":
-        if not model.supports_gradient_checkpointing:
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not model.supports_gradient_checkpointing or not layers:
             raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; {remedy}")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:
+            layer.__class__ = _recomputed_class(type(layer))
     elif kind == "selective":
         mlps = _mlps(model)
         if not mlps:
@@ -93,11 +97,28 @@ def _mlps(model: PreTrainedModel) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith(".mlp")]
 
 
+class _RecomputedLayer:
+    """Comes before the class of a layer. transformers' own recomputation works in training mode only, and models train in evaluation
+    mode (load.py)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(super().__call__, **kwargs)  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return call(*args)
+        return checkpoint(call, *args, use_reentrant=False)
+
+
+@cache
+def _recomputed_class(own: type[nn.Module]) -> type[nn.Module]:
+    """One class for all layers of a kind: torch.compile compiles each class anew."""
+    return type(own.__name__, (_RecomputedLayer, own), {"__module__": own.__module__})
+
+
 def _recompute(module: nn.Module) -> None:
     forward = module.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not module.training:
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

@@ -1,5 +1,7 @@
 """What a model folder says about itself, without loading the model."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,50 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
         listed = None
     ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return tuple(sorted(ids - {None}))
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """The most tokens of a row, prompt and response together."""
+
+    tokens: int
+    key: str
+    """The key of config.json that sets it."""
+    reason: str = ""
+    """Why a longer row is refused; empty where the model simply holds no more."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens} ({self.key}{': ' if self.reason else ''}{self.reason})"
+
+
+def context_limit(config: Any) -> RowLimit | None:
+    """Return the limit of a model with this config: its context, or a lower limit of packed rows. None if config.json names none."""
+    limits = list(_packed_limits(config.get_text_config()))
+    tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if tokens is not None:
+        limits.append(RowLimit(tokens, "max_position_embeddings"))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def packed_limit(config: Any) -> RowLimit | None:
+    """Return the limit of rows that are computed beside others or token by token; None if attention does not depend on other rows."""
+    return min(_packed_limits(config.get_text_config()), key=lambda limit: limit.tokens, default=None)
+
+
+def _packed_limits(config: Any) -> Iterator[RowLimit]:
+    """The limits beyond which a text config's attention depends on the rows around."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # some families have an entry for each type of layer
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        if kind == "longrope":
+            tokens = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            reason = "rope_type=longrope has other angles for all rows of a pass where one is longer"
+            yield RowLimit(tokens, "rope_parameters.original_max_position_embeddings", reason)
+        elif kind is not None and "dynamic" in kind:
+            reason = f"rope_type={kind} has angles that depend on the longest row of a pass"
+            yield RowLimit(config.max_position_embeddings, "max_position_embeddings", reason)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        reason = "attention in chunks is not computed"
+        yield RowLimit(config.attention_chunk_size, "attention_chunk_size", reason)
+    if getattr(config, "attn_temperature_tuning", False):
+        yield RowLimit(config.floor_scale - 1, "floor_scale", "queries behind it are scaled by their place in the pass")

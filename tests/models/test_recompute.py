@@ -14,7 +14,7 @@ IDS = torch.arange(2, 22)[None]
 
 def train(kind: str) -> tuple[int, list[Tensor]]:
     """Numbers that are kept for the backward pass, beside the parameters; and the gradients."""
-    model = tiny_model("llama", hidden_size=32, intermediate_size=128).train()
+    model = tiny_model("llama", hidden_size=32, intermediate_size=128)
     model.set_attn_implementation(PACKED)
     apply_recompute(model, kind)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -43,6 +43,7 @@ class MegatronEngine(TrainEngine):
     """See TrainEngine. The model of transformers says what to build, and its files have the weights."""
 
     exports_copies = True
+    trains_in_training_mode = True  # megatron-core recomputes activations only there; its config has no dropout
 
     def __init__(self, config: MegatronConfig, spec: EngineSpec) -> None:
         module, source = spec.load()

@@ -25,7 +25,7 @@ from lockstep.backends.veomni.check import copy_ranks
 from lockstep.config.engine import VeOmniConfig
 from lockstep.errors import ConfigError
 from lockstep.models.attention import PACKED
-from lockstep.models.load import disable_dropout
+from lockstep.models.load import refuse_long_rows
 from lockstep.utils.quiet import quiet_transformers
 
 _laid_out: dist.ProcessGroup | None = None
@@ -81,7 +81,7 @@ def lay_out(section: VeOmniConfig, device: torch.device) -> None:
 
 
 def build_model(plain: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """VeOmni's class of the model `plain` of transformers: the same parameters on the meta device, our attention, no dropout."""
+    """VeOmni's class of the model `plain` of transformers: the same parameters on the meta device, our attention, evaluation mode."""
     with quiet_veomni():
         from veomni.arguments import OpsImplementationConfig
         from veomni.models.auto import build_foundation_model
@@ -102,8 +102,8 @@ def build_model(plain: PreTrainedModel, device: torch.device) -> PreTrainedModel
             ops_implementation=OpsImplementationConfig(**choice),
         )
     model.set_attn_implementation(PACKED)
-    disable_dropout(model)
-    return model.train()
+    refuse_long_rows(model)
+    return model.eval()
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype) -> nn.Module:

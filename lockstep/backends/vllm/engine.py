@@ -22,6 +22,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.flops import head_size
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
+from lockstep.utils.hf_config import context_limit
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.rollout.kinds import ProcessRollout
 from lockstep.workers.rollout.request import Request
@@ -123,5 +124,5 @@ def _cache_bytes(text_config: PretrainedConfig, config: RolloutConfig, dtype: to
     most = int(psutil.virtual_memory().available * config.cache_share / 2)
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     token = 2 * text_config.num_hidden_layers * heads * head_size(text_config) * dtype.itemsize
-    context = getattr(text_config, "max_position_embeddings", None)
-    return most if context is None else min(most, token * (context + 128) * (config.seats + 1))
+    limit = context_limit(text_config)
+    return most if limit is None else min(most, token * (limit.tokens + 128) * (config.seats + 1))

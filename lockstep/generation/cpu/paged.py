@@ -104,7 +104,22 @@ def attend(library: Library, q: Tensor, pages: Pages, table: Tensor, blocks: Ten
 
 
 def store(library: Library, keys: Tensor, values: Tensor, slots: Tensor, pages: Pages) -> None:
-    """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64."""
+    """Put keys and values [N, K, D], float32, into the pages at `slots` [N] int64.
+
+    Raises ValueError for shapes that do not fit and slots outside the pages: the C function gets addresses only and would write there.
+    """
+    num_pages, page_size, heads, dim = pages.keys.shape
+    if not keys.shape == values.shape == (len(slots), heads, dim) or pages.values.shape != pages.keys.shape:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} do not fit {len(slots)} slots in pages of {heads} heads of {dim}"
+        )
+    if not len(slots):
+        return
+    first, last = (int(x) for x in slots.aminmax())
+    if first < 0 or last >= num_pages * page_size:
+        raise ValueError(f"slots {first} to {last} are outside {num_pages} pages of {page_size} tokens")
     check_type(torch.float32, keys[0], values[0])
+    check_type(torch.int64, slots)
+    check_type(pages.keys.dtype, pages.keys, pages.values)
     assert len(keys) == 1 or keys.stride(0) == values.stride(0)
     library.call("store_keys_values", keys, values, slots, pages.keys, pages.values, keys.stride(0), *keys.shape, pages.half)

@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, DataError, MissingReward
 from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rewards
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
-from lockstep.utils.hf_config import read_model_config
+from lockstep.utils.hf_config import context_limit, read_model_config
 from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
 _ESTIMATOR_INPUTS = {
@@ -238,10 +238,10 @@ def check_context(model: ModelConfig, config: PPOConfig) -> Any:
     """Raise ConfigError unless the model holds the longest sequence; returns the model's config."""
     hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    context = getattr(hf_config, "max_position_embeddings", None)
-    if context is not None and longest > context:
+    limit = context_limit(hf_config)
+    if limit is not None and longest > limit.tokens:
         raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {model.path} holds {context}; lower one of them"
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {model.path} holds {limit}; lower one of them"
         )
     return hf_config
 

@@ -97,14 +97,14 @@ def check_stage_engine(
     from lockstep.models.fit import check_fit
     from lockstep.models.load import Head
     from lockstep.utils.device import resolve_device
-    from lockstep.utils.hf_config import read_model_config
+    from lockstep.utils.hf_config import context_limit, read_model_config
     from lockstep.workers.engine.registry import check_engine
 
     model, section = config.model, config.trainer
     hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
-    context = getattr(hf_config, "max_position_embeddings", None)
-    if context is not None and longest > context:
-        raise ConfigError(f"{key}={longest} tokens, but {model.path} holds {context}; lower data.max_length")
+    limit = context_limit(hf_config)
+    if limit is not None and longest > limit.tokens:
+        raise ConfigError(f"{key}={longest} tokens, but {model.path} holds {limit}; lower data.max_length")
     ranks = section.n_gpus_per_node * section.nnodes
     check_engine(config.engine, hf_config, ranks, device or resolve_device(section.device), "engine")
     check_fit(model, Head.SCORE if scores else Head.LANGUAGE_MODEL, "model")

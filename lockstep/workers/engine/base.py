@@ -85,6 +85,8 @@ class TrainEngine(SavedEngine):
     """Names in `decoder` of weights that no update changes: what adapters lie beside."""
     teacher: Teacher | None = None
     """What the columns compare this model with, where it is a student."""
+    trains_in_training_mode: bool = False
+    """Whether backward passes set the module to training mode. Models of transformers train in evaluation mode (models/load.py)."""
     reports: bool = True
     """Whether this rank reports the metrics of the rows: one rank of each model group does."""
 
@@ -211,8 +213,8 @@ class TrainEngine(SavedEngine):
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float, entropy_grad: bool
     ) -> tuple[Sequence[PackedRows], LossPass]:
         """The micro-batches of a backward pass, and what is asked of each."""
-        if not self.module.training:  # to say it again takes a walk over all modules
-            self.module.train()
+        if self.module.training != self.trains_in_training_mode:  # setting the mode visits every module
+            self.module.train(self.trains_in_training_mode)
         data, _ = join_rows(data, self.model_group)
         return self._packs(data, budget), LossPass(loss, temperature, entropy_grad, self.gradient_ranks)
 

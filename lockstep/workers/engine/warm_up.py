@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.hf_config import context_limit
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 
 WARMED = ("fsdp", "fsdp2")
@@ -23,7 +24,8 @@ def warm_update(engine: TrainEngine, *, learns: bool, temperature: float, entrop
     if engine.head is Head.SCORE or engine.teacher is not None:
         return  # their rows are others
     config: Any = engine.module.config
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or PROMPT + RESPONSE
+    limit = context_limit(config)
+    context = PROMPT + RESPONSE if limit is None else limit.tokens
     rows, budget = _rows(max(1, min(PROMPT, context - RESPONSE))), Budget(ROWS * (PROMPT + RESPONSE), None)
     with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []), engine.on_device():
         engine.forward(rows, budget, temperature)

@@ -14,6 +14,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.utils.hf_config import context_limit
 from lockstep.utils.printable import say
 from lockstep.workers.rollout.request import MOST_TOP, Completion, DecodeText, Request
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer
@@ -86,7 +87,8 @@ class RolloutEngine(ABC):
         self.hf_config, self.config, self.pad_token_id, self.decode_text = hf_config, config, pad_token_id, decode_text
         text_config = hf_config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
-        self.context: int | None = getattr(text_config, "max_position_embeddings", None)
+        limit = context_limit(hf_config)
+        self.context: int | None = None if limit is None else limit.tokens
         """How many tokens prompt and response may have together."""
         self.seats, self.pass_tokens, self.cache_share = config.seats, config.pass_tokens, config.cache_share
         self.version = 0

@@ -7,6 +7,8 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
 from lockstep.generation.cpu import fused, paged
+from lockstep.generation.cpu.compiled import library
+from lockstep.generation.cpu.kernels import Library, Pages
 from lockstep.workers.rollout.base import Request
 
 
@@ -50,3 +52,34 @@ def test_a_request_that_is_not_finite_harms_no_request_that_gets_its_pages(
         assert first.finish_reason == "error"
         assert ids_of(others) == expected
         assert ids_of(rollout.generate(requests, params)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "slots"),
+    [(4, 2, 8, 3), (3, 2, 8, 4), (3, 1, 8, 3), (3, 2, 16, 3)],
+    ids=["more keys", "more slots", "fewer heads", "larger heads"],
+)
+def test_keys_that_do_not_fit_the_pages_are_not_stored(tokens: int, heads: int, dim: int, slots: int) -> None:
+    """The C function writes where the numbers lead it."""
+    pages = Pages(torch.zeros(2, 16, 2, 8), torch.zeros(2, 16, 2, 8))
+    new = torch.ones(tokens, heads, dim)
+    with pytest.raises(ValueError, match=rf"\[{tokens}, {heads}, {dim}\].*{slots} slots.*2 heads of 8"):
+        paged.store(compiled(), new, new, torch.arange(slots), pages)
+    assert not pages.keys.any()
+
+
+@pytest.mark.parametrize("slots", [[0, 32], [-1, 3]])
+def test_slots_outside_the_pages_are_not_written(slots: list[int]) -> None:
+    pages = Pages(torch.zeros(2, 16, 2, 8), torch.zeros(2, 16, 2, 8))
+    new = torch.ones(2, 2, 8)
+    with pytest.raises(ValueError, match=f"slots {slots[0]} to {slots[1]} are outside 2 pages of 16"):
+        paged.store(compiled(), new, new, torch.tensor(slots), pages)
+    paged.store(compiled(), new, new, torch.tensor([0, 31]), pages)
+    assert pages.keys.sum() == pages.values.sum() == new.sum()
+
+
+def compiled() -> Library:
+    found = library()
+    if found is None:
+        pytest.skip("needs a C compiler")
+    return found

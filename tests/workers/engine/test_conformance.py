@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Head, dict[str, Any], str | None, dict[str, Any]]] =
     "llama value": ("llama", VALUE, {}, "full", {}),
     "qwen2 value": ("qwen2", VALUE, KEPT, None, {}),
     "qwen3 value tied": ("qwen3", VALUE, {}, None, TIED),
+    "seed_oss with dropout": ("seed_oss", LM, {}, "full", {"head_dim": 8, "residual_dropout": 0.5, "attention_dropout": 0.5}),
 }
 
 
