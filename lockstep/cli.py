@@ -5,40 +5,50 @@ import os
 import sys
 from collections.abc import Callable
 
-COMMANDS = {
-    "check": ("lockstep.tools.check", "check a loss or an advantage estimator of your own: does batching change it?"),
-    "compare": ("lockstep.tools.compare", "what several algorithms would do with one recorded batch: gradients, clips, tokens"),
-    "data": ("lockstep.tools.data_show", "data show: what each row of a file became, with the trained tokens marked"),
-    "doctor": ("lockstep.tools.doctor.command", "is what a run needs here, and does it work? A self-test in ten seconds"),
-    "explain": ("lockstep.tools.explain.command", "each value and where it comes from, what a step does, which model lives where"),
-    "plan": ("lockstep.tools.plan.command", "memory, time and cost of a run before it starts, without a GPU"),
-    "ppo": ("lockstep.trainer.main_ppo", "train with PPO or a relative of it; without arguments, on the embedded task"),
-    "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),
-    "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
-    "reward-model": ("lockstep.trainer.main_reward_model", "train a reward model on pairs of a chosen and a rejected response"),
-    "dpo": ("lockstep.trainer.main_dpo", "learn from preferences: DPO and its relatives, on pairs or on answers with a label"),
-    "generate": ("lockstep.tools.generate", "what a model writes after a prompt, with log-probs on request"),
-    "chat": ("lockstep.tools.chat", "talk to a model in the terminal"),
-    "export": ("lockstep.tools.export", "a checkpoint as a Hugging Face folder in a type, an adapter merged or not"),
-    "push": ("lockstep.tools.push", "a checkpoint to the Hugging Face hub"),
-    "eval": ("lockstep.tools.evaluate.command", "a model, checkpoint, run or server on tasks or data files, with intervals"),
-    "serve": ("lockstep.tools.serve", "answer HTTP requests as OpenAI's server does, with the trainer's own numerics"),
-    "report": ("lockstep.tools.report", "report RUN ...: one HTML file about a run, with its samples token by token"),
-    "rewards": ("lockstep.tools.reward_check.command", "rewards check: try the configured reward before training on it"),
-    "verify-resume": (
-        "lockstep.tools.verify_resume",
-        "kill a short run of your configuration and compare its end with one never hit",
-    ),
-    "capsule": ("lockstep.tools.replay.make", "put a step of a run into one file: rows, configuration, versions, weights' name"),
-    "replay": ("lockstep.tools.replay", "do the step of a capsule again, here, and name the first metric that differs"),
-    "verl-keys": ("lockstep.compat.verl.command", "a verl script or YAML file as a Lockstep command, and what becomes of each key"),
-    "watch": ("lockstep.tools.report.watch", "watch RUN ...: the same live, in a browser on this machine"),
-    "preprocess": (
-        "lockstep.data.preprocess.main",
-        "make parquet files of public datasets: mathematics, code, preferences, conversations",
-    ),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "train": {
+        "ppo": ("lockstep.trainer.main_ppo", "PPO or a relative of it; without arguments, on the embedded task"),
+        "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
+        "reward-model": ("lockstep.trainer.main_reward_model", "a reward model from pairs of a chosen and a rejected response"),
+        "dpo": ("lockstep.trainer.main_dpo", "DPO and its relatives, from pairs or from answers with a label"),
+        "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),
+    },
+    "prepare": {
+        "doctor": ("lockstep.tools.doctor.command", "check the installation and the machine, with a self-test of ten seconds"),
+        "preprocess": ("lockstep.data.preprocess.main", "make parquet files from public datasets: mathematics, code, preferences"),
+        "data": ("lockstep.tools.data_show", "`data show FILE`: show what each row became, with the trained tokens marked"),
+        "rewards": ("lockstep.tools.reward_check.command", "`rewards check`: try the configured reward before you train on it"),
+        "explain": ("lockstep.tools.explain.command", "describe a run: its values, its steps, its validations, where models live"),
+        "plan": ("lockstep.tools.plan.command", "predict memory, time and cost of a run; needs no GPU"),
+    },
+    "look": {
+        "watch": ("lockstep.tools.report.watch", "`watch RUN`: follow a run live, in a browser on this machine"),
+        "report": ("lockstep.tools.report", "`report RUN`: write one HTML file about a run, with its samples token by token"),
+        "compare": ("lockstep.tools.compare", "compare what several algorithms would do with one recorded batch"),
+    },
+    "use": {
+        "generate": ("lockstep.tools.generate", "print what a model writes after a prompt, with log-probs on request"),
+        "chat": ("lockstep.tools.chat", "talk to a model in the terminal"),
+        "eval": ("lockstep.tools.evaluate.command", "score a model, checkpoint, run or server on tasks or data files"),
+        "serve": ("lockstep.tools.serve", "answer HTTP requests as OpenAI's server does, with the trainer's own numerics"),
+        "export": ("lockstep.tools.export", "write a checkpoint as a Hugging Face folder, with an adapter merged or apart"),
+        "push": ("lockstep.tools.push", "upload a checkpoint to the Hugging Face hub"),
+    },
+    "trust": {
+        "check": ("lockstep.tools.check", "check a loss or estimator of your own: does batching change it?"),
+        "verify-resume": ("lockstep.tools.verify_resume", "kill a short run and compare its end with one that was not killed"),
+        "capsule": (
+            "lockstep.tools.replay.make",
+            "write one step of a run to a file: rows, configuration, versions, weights' name",
+        ),
+        "replay": ("lockstep.tools.replay", "repeat the step of a capsule here, and name the first metric that differs"),
+    },
+    "coming from verl": {
+        "verl-keys": ("lockstep.compat.verl.command", "turn a verl script or YAML file into a Lockstep command, key by key"),
+    },
 }
-"""Command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
+"""Group in the help -> command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 ALGORITHMS = (
     "grpo", "dr_grpo", "grpo_passk", "dapo", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov", "gpg", "opo", "otb", "gdpo",
@@ -57,10 +67,12 @@ def main() -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help", *arguments[2:]]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
-    if arguments[0] == "--version":
+    if arguments[0] in ("--version", "version"):
         from lockstep import __version__
 
         print(__version__)
@@ -84,25 +96,24 @@ def _main(arguments: list[str]) -> int:
 def _help() -> str:
     import textwrap
 
-    training = {name for name, (module, _) in COMMANDS.items() if module.startswith("lockstep.trainer.main_")}
-    algorithms = textwrap.fill(" ".join(ALGORITHMS), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    parts = [
-        "usage: lockstep <command> [arguments]; lockstep <command> --help says more",
-        "\ntrain:",
-        *(f"  {name:15}{about}" for name, (_, about) in COMMANDS.items() if name in training),
-        "\ntrain with the preset of an algorithm (ppo with other defaults):",
-        algorithms,
-        "\nbefore, during and after:",
-        *(f"  {name:15}{about}" for name, (_, about) in COMMANDS.items() if name not in training),
-    ]
+    parts = ["usage: lockstep <command> [arguments]; lockstep <command> --help says more"]
+    for group, commands in GROUPS.items():
+        parts.append(f"\n{group}:")
+        parts += [f"  {name:15}{about}" for name, (_, about) in commands.items()]
+        if group == "train":
+            parts.append("  ppo with the preset of an algorithm:")
+            indent = 17 * " "
+            names = " ".join(ALGORITHMS)
+            parts.append(textwrap.fill(names, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
     return "\n".join(parts)
 
 
 def _unknown(word: str, spellings: dict[str, str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(word.replace("_", "-"), spellings, n=1, cutoff=0.0)[0]
-    return f"error: unknown command '{word}'; the nearest is '{spellings[near]}' (all of them: lockstep --help)"
+    near = difflib.get_close_matches(word.replace("_", "-"), spellings, n=1)
+    nearest = f"; the nearest is '{spellings[near[0]]}'" if near else ""
+    return f"error: unknown command '{word}'{nearest} (all of them: lockstep --help)"
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 
@@ -23,6 +24,29 @@ def test_an_unknown_command_names_the_nearest(monkeypatch, capsys):
     for word, nearest in (("gropo", "grpo"), ("reward_modl", "reward-model"), ("reinforce++", "reinforce_plus_plus")):
         assert run(monkeypatch, word) == 2
         assert f"unknown command '{word}'; the nearest is '{nearest}'" in capsys.readouterr().err
+
+
+def test_a_word_that_is_like_no_command_names_none(monkeypatch, capsys):
+    assert run(monkeypatch, "xyzzy") == 2
+    assert "nearest" not in capsys.readouterr().err
+
+
+def test_help_and_version_are_words_too(monkeypatch, capsys):
+    def printed(*words):
+        with contextlib.suppress(SystemExit):  # argparse's way
+            assert run(monkeypatch, *words) == 0
+        return capsys.readouterr().out
+
+    assert printed("help") == printed("--help")
+    assert printed("version") == printed("--version")
+    assert printed("help", "generate") == printed("generate", "--help")
+    assert printed("help", "sft", "data") == printed("sft", "--help", "data")
+
+
+def test_help_has_every_command_once_in_one_group():
+    lines = [line.split()[0] for line in cli._help().splitlines() if line.startswith("  ") and line[2] != " "]
+    assert sorted(set(lines) & set(cli.COMMANDS)) == sorted(cli.COMMANDS)
+    assert sum(map(len, cli.GROUPS.values())) == len(cli.COMMANDS)
 
 
 def test_an_algorithm_is_ppo_with_its_preset_in_either_spelling(monkeypatch, capsys):

@@ -20,7 +20,7 @@ def command_help(root: Any, words: Sequence[str] = (), algorithm: str = "ppo") -
     """The help of the command whose configuration is `root` (and whose preset is that of `algorithm`).
 
     Without words: usage and all keys in groups. With one: the groups of that name with defaults and meanings, else every key in whose
-    name, value or meaning it occurs; `all`: everything. Raises ConfigError where it occurs nowhere.
+    name, value or meaning the words occur; `all`: everything. Raises ConfigError where it occurs nowhere.
     """
     preset = dict(leaves(ALGORITHMS[algorithm])) if root.command == "lockstep ppo" else {}
     command = root.command if algorithm == "ppo" else f"lockstep {algorithm}"
@@ -70,7 +70,8 @@ def about(root: Any, group: str) -> str:
 
 def _explained(word: str, listed: Sequence[Key], command: str) -> str:
     group = [item for item in listed if word == "all" or _is_in(word, item[0])]
-    found = group or [item for item in listed if word in " ".join(map(str, item)).lower()]
+    found = group or [item for item in listed if word in _text(item)]
+    found = found or [item for item in listed if all(part in _text(item) for part in word.split())]
     if not found:
         words = {part for key, _, _ in listed for part in (*key.split("."), *key.rpartition(".")[2].split("_"))}
         near = difflib.get_close_matches(word, sorted(words), n=1, cutoff=0.0)[0]
@@ -81,6 +82,12 @@ def _explained(word: str, listed: Sequence[Key], command: str) -> str:
         lines.append(f"{key}={default}")
         lines.append(textwrap.fill(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def _text(item: Key) -> str:
+    """What is searched: the key as it is and with its words apart, its default and its meaning."""
+    key, default, meaning = item
+    return f"{key} {re.sub('[._]', ' ', key)} {default} {meaning}".lower()
 
 
 def _is_in(word: str, key: str) -> bool:

@@ -21,7 +21,7 @@ from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
-from lockstep.config.trl_names import TRL_NAMES
+from lockstep.config.trl_names import NOTHING_LIKE, TRL_NAMES
 from lockstep.config.yaml_file import read_yaml
 from lockstep.errors import ConfigError
 
@@ -178,6 +178,12 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(redacted(dataclasses.asdict(config))))
 
 
+_ALIKE = 0.6
+"""Similarity, 0 to 1, from which on another key may have been meant."""
+_NAME_ALIKE = 0.75
+"""The same for the last part of a key alone: short words are often alike by chance."""
+
+
 def check_key(key: str, root: type = PPOConfig) -> None:
     """Raise ConfigError unless `key` is a value in the schema `root`; the message names the nearest valid key."""
     section: Any = root
@@ -230,14 +236,35 @@ def _unknown_key(key: str, root: Any) -> str:
     for name, removed in REMOVED_KEYS.items():
         if f".{key}".endswith(f".{name}"):
             return f"unknown key '{key}': {removed}"
-    # Without its first sections it names the first of them: the policy's before the critic's.
-    ends = (key, *TRL_NAMES.get(key, "").split())
-    same_end = [k for end in ends for k in keys if f".{k}".endswith(f".{end}")]
-    near = same_end[:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    nearest = (near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, 1, 0))[0]
     more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
-    return f"unknown key '{key}'; the nearest valid key is '{nearest}' (all keys: {root.command} --help{more})"
+    where = f"(all keys: {root.command} --help{more})"
+    if key in NOTHING_LIKE:
+        return f"unknown key '{key}': there is nothing like it here, since {NOTHING_LIKE[key]} {where}"
+    nearest = _nearest_key(key, keys)
+    if nearest is None:
+        return f"unknown key '{key}': there is nothing like it here {where}"
+    return f"unknown key '{key}'; the nearest valid key is '{nearest}' {where}"
+
+
+def _nearest_key(key: str, keys: Sequence[str]) -> str | None:
+    """The valid key that was probably meant, or None if no key is like it."""
+    ends = (key, *TRL_NAMES.get(key, "").split())
+    for end in ends:
+        same_end = [k for k in keys if f".{k}".endswith(f".{end}")]
+        if same_end:
+            return same_end[0]  # the policy's before the critic's
+    name = key.rpartition(".")[2]
+    same_name = [k for k in keys if k.rpartition(".")[2] == name]
+    whole = difflib.get_close_matches(key, keys, n=1, cutoff=_ALIKE) or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
+    if whole:
+        return whole[0]
+    inside = [k for k in keys if key.startswith(f"{k}.")]
+    if inside:
+        return inside[0]
+    # A word without its sections, or below another section: names are compared alone.
+    near = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in keys], n=1, cutoff=_NAME_ALIKE)
+    found = [k for k in keys if near and k.rpartition(".")[2] == near[0]]
+    return max(found, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio()) if found else None
 
 
 def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:

@@ -42,3 +42,15 @@ TRL_NAMES = {
     "completion_only_loss": "data.train_on",
 }
 """Field -> the end of the key, which recipes have under sections of their own; two where it is another key in another recipe."""
+
+NOTHING_LIKE = {
+    "packing": "rows are always packed, and never see each other",
+    "padding_free": "rows are always packed without padding",
+    "logging_steps": "every step is logged",
+    "logging_strategy": "every step is logged",
+    "dataset_text_field": "sft reads the column `text`, or conversations and completions: rename your column",
+    "precompute_ref_log_probs": "the reference's log-probs are computed in each step",
+    "remove_unused_columns": "columns that nothing reads are left alone",
+    "dataloader_num_workers": "rows are read while the device computes, without processes of their own",
+}
+"""Field -> why it has no key here."""

@@ -298,16 +298,33 @@ def _lines(step: int, total_steps: int, metrics: Mapping[str, float], view: View
 def _validation_lines(step: int, metrics: Mapping[str, float], view: View) -> list[str]:
     return [
         f"validation at step {step}: {name} {with_interval(metrics, name, '.3f')}"
-        for name in metrics
-        if name.startswith(view.validation)
+        for name in shown_numbers(metrics, view.validation)
     ]
 
 
+def shown_numbers(metrics: Mapping[str, float], starts: tuple[str, ...]) -> list[str]:
+    """Names of the validation results that begin with one of `starts`, without the ends of intervals."""
+    names = [name for name in metrics if name.startswith(starts)]
+    ends = {end for name in names for end in _interval_names(name)}
+    return [name for name in names if name not in ends]
+
+
 def with_interval(metrics: Mapping[str, float], name: str, spec: str) -> str:
-    """The number, with its 95 % interval where it has one (`val-core/NAME` has it in `val-aux/NAME/low` and `/high`)."""
-    names = [f"{name.replace('val-core/', 'val-aux/', 1)}/{end}" for end in ("low", "high")]
-    interval = f" [{', '.join(_number(metrics[end], spec) for end in names)}]" if all(end in metrics for end in names) else ""
+    """The number, with its 95 % interval where it has one."""
+    ends = _interval_names(name)
+    interval = f" [{', '.join(_number(metrics[end], spec) for end in ends)}]" if all(end in metrics for end in ends) else ""
     return _number(metrics[name], spec) + interval
+
+
+def _interval_names(name: str) -> tuple[str, str]:
+    """Where the ends of a number's interval are: `val-core/NAME` has them in `val-aux/NAME/low` and `/high`, `val/NAME` in `val/NAME_low`
+    and `val/NAME_high`; `val/NAME/SOURCE` in `val/NAME_low/SOURCE` and so on."""
+    head, _, rest = name.partition("/")
+    if head == "val":
+        number, slash, source = rest.partition("/")
+        return f"val/{number}_low{slash}{source}", f"val/{number}_high{slash}{source}"
+    base = name.replace("val-core/", "val-aux/", 1)
+    return f"{base}/low", f"{base}/high"
 
 
 def _has_step(metrics: Mapping[str, float], view: View) -> bool:

@@ -40,6 +40,11 @@ def test_another_word_is_searched_in_names_and_meanings():
         command_help(ROOTS["sft"], ["clyp"])
 
 
+def test_words_find_keys_in_which_each_of_them_occurs():
+    for words in (["batch size"], ["batch", "size"], ["size", "batch"]):
+        assert "data.train_batch_size" in explained(command_help(ROOTS["ppo"], words))
+
+
 def test_the_help_of_an_algorithm_says_what_its_preset_sets():
     text = command_help(ROOTS["ppo"], algorithm="dapo")
     assert text.startswith("usage: lockstep dapo [")

@@ -20,7 +20,7 @@ from lockstep.config.load import (
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
 from lockstep.config.sft import SFTConfig
-from lockstep.config.trl_names import TRL_NAMES
+from lockstep.config.trl_names import NOTHING_LIKE, TRL_NAMES
 from lockstep.errors import ConfigError
 
 NAMED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -77,6 +77,19 @@ def test_a_field_of_trls_names_the_key_that_does_the_same_in_every_recipe_that_h
         load_config(["num_generations=8"])
     with pytest.raises(ConfigError, match="nearest valid key is 'data.max_response_length'"):
         load_config(["max_completion_length=256"])
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, DPOConfig])
+@pytest.mark.parametrize("name", [*NOTHING_LIKE, "xyzzy", "data.xyzzy"])
+def test_a_key_that_nothing_here_is_like_names_none(name, root):
+    if name not in valid_keys(root):
+        with pytest.raises(ConfigError, match=rf"unknown key '{name}': there is nothing like it here"):
+            check_key(name, root)
+
+
+def test_no_field_of_trls_without_a_counterpart_has_become_a_key():
+    keys = {key.rpartition(".")[2] for root in (PPOConfig, SFTConfig, DPOConfig) for key in valid_keys(root)}
+    assert keys & set(NOTHING_LIKE) == set()
 
 
 def test_an_unknown_key_inside_a_value_that_is_a_mapping_is_found():

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lockstep.observability import display as display_module
 from lockstep.observability import waiting
-from lockstep.observability.display import LiveDisplay, PlainDisplay, make_display, sparkline
+from lockstep.observability.display import LiveDisplay, PlainDisplay, make_display, shown_numbers, sparkline, with_interval
 from lockstep.observability.spans import progress
 from lockstep.observability.waiting import Lines
 
@@ -138,6 +138,20 @@ def test_strange_numbers_are_shown_short() -> None:
     numbers = {"critic/score/mean": math.nan, "actor/ppo_kl": -math.inf, "actor/entropy": 1e300}
     display.step(1, numbers | {"response_length/mean": -0.001, "timing_s/step": 3})
     assert stream.getvalue() == "step 1/1  reward nan  policy kl -inf  entropy 1.00e+300  length 0.0  3.0 s\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("val-core/x/acc/mean@1", "val-aux/x/acc/mean@1/low", "val-aux/x/acc/mean@1/high"),
+        ("val/accuracy", "val/accuracy_low", "val/accuracy_high"),
+        ("val/accuracy/hard", "val/accuracy_low/hard", "val/accuracy_high/hard"),
+    ],
+)
+def test_an_interval_stands_behind_its_number_and_not_on_lines_of_its_own(name: str, low: str, high: str) -> None:
+    metrics = {name: 0.391, low: 0.333, high: 0.452, "val/loss": 1.0}
+    assert with_interval(metrics, name, ".3f") == "0.391 [0.333, 0.452]"
+    assert shown_numbers(metrics, ("val-core/", "val/")) == [name, "val/loss"]
 
 
 def test_validation_has_its_own_lines_and_alone_makes_no_step_line() -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from lockstep.config import PPOConfig, load_config
+from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, as_command
 from lockstep.observability.safe_console import SafeConsole
+from lockstep.tools.asked import read_asked
 from lockstep.trainer.run.setup import reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     from lockstep.tools.reward_check.tables import print_report
 
     options = _parser().parse_intermixed_args(arguments[1:])
-    config = load_config(options.overrides, options.config)
+    asked = read_asked(options.overrides, options.config)
+    config = asked.config
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(f"lockstep {asked.command} has no rewards to check; name ppo or a relative of it")
     for name, number in (("rows", options.rows), ("model-samples", options.model_samples)):
         if number is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, not {number}")
@@ -172,7 +176,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The keys are those of lockstep ppo (lockstep ppo --help lists them). Exit status: 0 clean, 1 something is wrong.",
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as for lockstep ppo")
+    words = "as lockstep ppo takes them; a first word such as grpo names another"
+    parser.add_argument("overrides", nargs="*", metavar="[COMMAND] key=value", help=words)
     parser.add_argument("--config", type=Path, metavar="FILE", help="read the configuration from a YAML file first")
     parser.add_argument(
         "--rows", type=int, default=200, metavar="N", help="rows to try, spread over the data_sources (default 200)"

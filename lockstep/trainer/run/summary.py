@@ -3,7 +3,7 @@
 import shlex
 
 from lockstep.observability.alarms import FILE
-from lockstep.observability.display import with_interval
+from lockstep.observability.display import shown_numbers, with_interval
 from lockstep.trainer.run.loop import FitResult
 
 
@@ -39,7 +39,7 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
 def _before_and_after(result: FitResult, shown: tuple[str, ...], spec: str) -> list[str]:
     """A line for each result of the last validation, with what was measured before training where that was."""
     after, before = result.last_validation, result.validation_before
-    names = [name for name in after if name.startswith(shown)]
+    names = shown_numbers(after, shown)
     if not result.steps:
         return [f"  {name}: {with_interval(after, name, spec)}" for name in names]
     return [

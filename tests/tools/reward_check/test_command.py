@@ -161,3 +161,17 @@ def test_the_command_is_rewards_check(monkeypatch, capsys):
     assert "'chekc'" in capsys.readouterr().err
     assert check_rewards.main(["--help"]) == 0
     assert "--model-samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["grpo", "data.train_files=none.parquet", "actor_rollout_ref.model.path=smollm2-135m"], "none.parquet"),
+        (["grpo", "data.trainfiles=x"], "the nearest valid key is 'data.train_files'"),
+        (["sft", "data.train_files=x", "model.path=x"], "lockstep sft has no rewards to check"),
+        (["grop"], "'grop' is neither key=value nor a training command"),
+    ],
+)
+def test_the_recipe_is_named_as_for_other_commands(capsys, words, expected):
+    assert check_rewards.main(["check", *words]) == 1
+    assert expected in capsys.readouterr().err
