@@ -72,7 +72,7 @@ def from_engine(loaded: LoadedModel, requests: list[Request], is_open: bool) -> 
         Answer(
             [vocabulary.name(token) for token in one.ids.tolist()],
             one.log_probs.tolist(),
-            ResponseText(vocabulary, (), True).whole(one.ids.tolist()),
+            ResponseText(vocabulary, (), True).whole(one.ids.tolist(), one.finish_reason),
             one.finish_reason,
         )
         for one in completions

@@ -75,7 +75,7 @@ class Answers:
         if call.drawing.max_tokens == 0:
             ids = []  # the engine always draws one
         self.num_generated += len(ids)
-        text = self._text().whole(ids)
+        text = self._text().whole(ids, completion.finish_reason)
         scored = None
         if call.top_log_probs is not None:
             scored = Scored.of(ids, completion.log_probs[: len(ids)], self._top(completion.top_log_probs, len(ids)))
@@ -114,7 +114,9 @@ class Answers:
 
     def end(self, place: int, completion: Completion) -> Iterator[bytes]:
         """The last event of an answer."""
-        yield self._event([self._piece(place, self._growing[place].finish(), None, completion.finish_reason)])
+        yield self._event(
+            [self._piece(place, self._growing[place].finish(completion.finish_reason), None, completion.finish_reason)]
+        )
 
     def finish(self) -> Iterator[bytes]:
         """The events after all answers."""
@@ -160,7 +162,14 @@ class Answers:
 
     def _top(self, top: TopLogProbs | None, count: int) -> TopLogProbs | None:
         """Without those that were not asked for: an engine may give one more."""
-        return None if not self._call.top_log_probs or top is None else [place[: self._call.top_log_probs] for place in top[:count]]
+        return (
+            None
+            if not self._call.top_log_probs or top is None
+            else [
+                [(token, value) for token, value in place[: self._call.top_log_probs] if math.isfinite(value)]
+                for place in top[:count]
+            ]
+        )
 
     def _log_probs(self, place: int, scored: Scored | None) -> Json | None:
         if scored is None:
@@ -200,8 +209,8 @@ class Answers:
 
 
 def event(data: Json) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    """A server-sent event. Raises ValueError for a number that JSON does not have."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:

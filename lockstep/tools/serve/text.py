@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,22 @@ class Vocabulary:
         self.piece = functools.lru_cache(maxsize=1 << 17)(self._piece)
         """Id -> its text, with the space that it may start with; special tokens by name. A part of a character is U+FFFD."""
 
+        self.is_special = functools.lru_cache(maxsize=1 << 17)(self._is_special)
+        """Whether the tokenizer leaves the token out with skip_special_tokens."""
+
+    def text_within(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of tokens that come after others: at the start of a text some decoders leave out a space."""
+        text = self._decode([*self._anchor, *ids], skip_special_tokens)
+        return text[len(self._anchor_text) :] if text.startswith(self._anchor_text) else self._decode(ids, skip_special_tokens)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
     def _piece(self, token: int) -> str:
-        # After another token: at the start of a text some decoders leave out a space.
-        text = str(self.tokenizer.decode([*self._anchor, token], skip_special_tokens=False))
-        return text[len(self._anchor_text) :] if text.startswith(self._anchor_text) else str(self.tokenizer.decode([token]))
+        return self.text_within([token])
+
+    def _is_special(self, token: int) -> bool:
+        return bool(self.piece(token)) and not self.text_within([token], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
         """The token as a string that no other token shares as often as U+FFFD: a part of a character in OpenAI's form, bytes:\\xe2."""
@@ -58,70 +71,102 @@ def _byte_letters() -> dict[str, int]:
 class ResponseText:
     """The text of a response that grows, without its end: a stop string, and what comes after it.
 
-    `add` returns what is certain of the text by now: not a part of a character, nor what may become a stop string. What `add` and `finish`
-    return is, put together, the same however the tokens were cut.
+    The engine decides where a response ends: it looks for stop strings in the text with special tokens, which the client may not see.
+
+    `add` returns what is certain of the text by now: not a part of a character, nor what may belong to a stop string. What `add` and
+    `finish` return is, put together, the text of `whole`, however the tokens were cut.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], skip_special_tokens: bool) -> None:
-        self._decode = functools.partial(
-            vocabulary.tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        self._vocabulary = vocabulary
+        self._skip_special_tokens = skip_special_tokens
         self._stop = stop
+        longest_stop = max(map(len, stop), default=0)
+        self._window = 4 * longest_stop + 8
+        """Tokens at the end of a response that a stop string can depend on: a character has at most 4 bytes, and a token one or more."""
         self._ids: list[int] = []
-        self._start = self._read = 0
-        """`_ids` from `_start` are decoded again; those before `_read` have been given out as text."""
+        self._start = 0
+        """`_ids` from here on are decoded again."""
+        self._read = 0
+        """The tokens before this one are in the text that was returned, or in `_held`."""
         self._held = ""
-        """Text that may be the beginning of a stop string."""
-        self._is_over = False
+        """Text that may belong to a stop string."""
 
     def add(self, ids: Sequence[int]) -> str:
         """The next tokens of the response; returns the text that is certain now and was not before."""
         return "".join(map(self._add, ids))
 
-    def whole(self, ids: Sequence[int]) -> str:
-        """The text of a response that is finished: what `add` and `finish` would give, in one step."""
-        return self._cut(str(self._decode(list(ids))))
+    def finish(self, finish_reason: str) -> str:
+        """The rest of the text: the response has no more tokens, and ended for this reason."""
+        text = self._held + self._new_text()
+        self._held = ""
+        self._read = len(self._ids)
+        return text[: len(text) - self._num_cut(self._ids, finish_reason)]
 
-    def finish(self) -> str:
-        """The rest of the text: the response has no more tokens."""
-        if self._is_over:
-            return ""
-        text = self._cut(self._held + self._new_text())
-        self._is_over, self._held = True, ""
-        return text
+    def whole(self, ids: Sequence[int], finish_reason: str) -> str:
+        """The text of a response that is finished: what `add` and `finish` would return, in one step."""
+        text = self._decode(ids)
+        return text[: len(text) - self._num_cut(ids, finish_reason)]
 
     def _add(self, token: int) -> str:
-        if self._is_over:
-            return ""
         self._ids.append(token)
         new = self._new_text()
         if new.endswith(_UNFINISHED):
             return ""
-        self._start, self._read = max(self._start, self._read - _LOOK_BACK), len(self._ids)
-        text = self._cut(self._held + new)
-        keep = 0 if self._is_over else self._may_become_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._start = max(self._start, self._read - _LOOK_BACK)
+        self._read = len(self._ids)
+        text = self._held + new
+        certain = len(text) - self._num_uncertain(self._ids)
+        self._held = text[max(0, certain) :]
+        return text[: max(0, certain)]
 
     def _new_text(self) -> str:
         """The text of the tokens from `_read` on."""
         if self._read == len(self._ids):
             return ""
-        known = str(self._decode(self._ids[self._start : self._read]))
-        return str(self._decode(self._ids[self._start :]))[len(known) :]
+        known = self._decode(self._ids[self._start : self._read])
+        return self._decode(self._ids[self._start :])[len(known) :]
 
-    def _cut(self, text: str) -> str:
-        """`text` up to the stop string that is complete first, the longest of several: there the engine ended."""
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self._vocabulary.tokenizer.decode(
+                list(ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _num_cut(self, ids: Sequence[int], finish_reason: str) -> int:
+        """Characters at the end of the visible text that belong to the stop string that ended the response, or come after it."""
+        if not self._stop or finish_reason != "stop":
+            return 0
+        text, is_visible = self._last_characters(ids)
+        start = self._stop_start(text)
+        return 0 if start is None else sum(is_visible[start:])
+
+    def _num_uncertain(self, ids: Sequence[int]) -> int:
+        """Characters at the end of the visible text that a stop string may take away, now or with the next tokens."""
+        if not self._stop:
+            return 0
+        text, is_visible = self._last_characters(ids)
+        first = max(0, len(text) - max(map(len, self._stop)) + 1)
+        starts = [start for start in range(first, len(text)) if any(string.startswith(text[start:]) for string in self._stop)]
+        complete = self._stop_start(text)
+        start = min([*starts[:1], *([] if complete is None else [complete])], default=len(text))
+        return sum(is_visible[start:])
+
+    def _stop_start(self, text: str) -> int | None:
+        """Where the stop string starts that is complete first, the longest of several: there the engine ended."""
         ends = [(start + len(string), start) for string in self._stop if (start := text.find(string)) >= 0]
-        if not ends:
-            return text
-        self._is_over = True
-        return text[: min(ends)[1]]
+        return min(ends)[1] if ends else None
 
-    def _may_become_stop(self, text: str) -> int:
-        """How many characters at the end of `text` are the beginning of a stop string."""
-        most = max((len(string) - 1 for string in self._stop), default=0)
-        for count in range(min(most, len(text)), 0, -1):
-            if any(string.startswith(text[-count:]) for string in self._stop):
-                return count
-        return 0
+    def _last_characters(self, ids: Sequence[int]) -> tuple[str, list[bool]]:
+        """The end of the text with special tokens, and for each character whether the client sees it."""
+        text = ""
+        is_visible: list[bool] = []
+        last = list(ids[-self._window :])
+        for skipped, group in itertools.groupby(
+            last, lambda token: self._skip_special_tokens and self._vocabulary.is_special(token)
+        ):
+            part = self._vocabulary.text_within(list(group))
+            text += part
+            is_visible += [not skipped] * len(part)
+        return text, is_visible

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.tools.serve.text import ResponseText, Vocabulary
+from lockstep.workers.rollout.base import Stopping
 
 
 @pytest.fixture(scope="module")
@@ -17,36 +18,52 @@ def vocabulary():
     return Vocabulary(byte_tokenizer())
 
 
-texts = st.text(alphabet="ab \n\u00e9\u20ac\U0001f600", max_size=12)
+pieces = st.lists(st.sampled_from(["a", "b", " ", "\n", "\u00e9", "\u20ac", "\U0001f600", "<turn>", "<end>"]), max_size=12)
+stop_strings = pieces.map("".join).filter(bool)
 
 
 @given(
-    text=texts,
-    stops=st.lists(texts.filter(bool), max_size=3),
+    text=pieces,
+    stops=st.lists(stop_strings, max_size=3),
     cuts=st.lists(st.integers(1, 4)),
     skips=st.booleans(),
-    ends=st.booleans(),
 )
-def test_pieces_are_the_whole_text_up_to_the_stop(vocabulary, text, stops, cuts, skips, ends):
-    ids = vocabulary.tokenizer.encode(text + "<turn>" * ends)
-    shown = text + "<turn>" * (ends and not skips)
-    first = min((end for end in range(len(shown) + 1) if shown[:end].endswith(tuple(stops))), default=None)
-    stop = "" if first is None else max((stop for stop in stops if shown[:first].endswith(stop)), key=len)
-    wanted = shown if first is None else shown[: first - len(stop)]
-    assert ResponseText(vocabulary, stops, skips).whole(ids) == wanted
-    growing, so_far, start = ResponseText(vocabulary, stops, skips), "", 0
-    for cut in [*cuts, len(ids)]:
-        so_far += growing.add(ids[start : start + cut])
+def test_text_ends_where_the_engine_stopped_in_pieces_and_as_a_whole(vocabulary, text, stops, cuts, skips):
+    """The engine sees special tokens; the client may not."""
+    ids = vocabulary.tokenizer.encode("".join(text))
+    engine = Stopping(1000, frozenset(), tuple(stops), lambda ids: vocabulary.tokenizer.decode(ids))
+    length, reason = engine.end(ids) or (len(ids), "length")
+    end = len(vocabulary.tokenizer.decode(ids[:length]))
+    if reason == "stop":
+        end -= max(len(stop) for stop in stops if vocabulary.tokenizer.decode(ids[:length]).endswith(stop))
+    wanted = ""
+    for piece in text:  # special tokens are pieces of their own
+        is_shown = not (skips and piece.startswith("<"))
+        wanted += piece[: max(0, end)] if is_shown else ""
+        end -= len(piece)
+    assert ResponseText(vocabulary, stops, skips).whole(ids[:length], reason) == wanted
+    growing = ResponseText(vocabulary, stops, skips)
+    so_far = ""
+    start = 0
+    for cut in [*cuts, length]:
+        so_far += growing.add(ids[start : min(start + cut, length)])
         start += cut
         assert wanted.startswith(so_far)
-    assert so_far + growing.finish() == wanted
+    assert so_far + growing.finish(reason) == wanted
+
+
+def test_a_stop_string_that_only_shows_without_a_special_token_cuts_nothing(vocabulary):
+    ids = vocabulary.tokenizer.encode("a<end>d, bad")
+    growing = ResponseText(vocabulary, ("ad",), True)
+    assert growing.add(ids[:4]) == "ad,"
+    assert growing.add(ids[4:]) + growing.finish("stop") == " b"
 
 
 def test_bytes_that_are_no_character_come_at_the_end(vocabulary):
     half = vocabulary.tokenizer.encode("\u20ac")[:2]
     growing = ResponseText(vocabulary, (), True)
     assert growing.add(half) == ""
-    assert growing.finish() == ResponseText(vocabulary, (), True).whole(half) == "\ufffd"
+    assert growing.finish("length") == ResponseText(vocabulary, (), True).whole(half, "length") == "\ufffd"
 
 
 def test_every_token_has_its_bytes_and_a_name_of_its_own(vocabulary):
@@ -65,4 +82,4 @@ def test_a_word_keeps_the_space_that_it_starts_with():
     assert tokenizer.decode([2]) == "b"
     assert vocabulary.piece(2) == " b"
     growing = ResponseText(vocabulary, (), True)
-    assert growing.add([1, 2]) + growing.finish() == "a b"
+    assert growing.add([1, 2]) + growing.finish("length") == "a b"
