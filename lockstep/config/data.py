@@ -1,7 +1,7 @@
 """`data.*`: where prompts come from and how they become batches."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
 
@@ -22,6 +22,10 @@ class CustomClassConfig:
 @dataclass
 class DataConfig:
     """Prompts: their files, their lengths, how many a step takes."""
+
+    given: ClassVar[frozenset[str] | None] = None
+    """All keys that the user set, on the instance of a configuration that was read from keys: the other sizes follow (follow.py). None: all
+    are the user's."""
 
     train_files: Any = EMBEDDED
     """Prompts to train on: one file or a list of files (parquet, json, jsonl), or 'embedded'."""

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config import follow
 from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
@@ -51,6 +52,8 @@ class Layer:
     """Nested, as a file has them, or key and value, as arguments are."""
     keys: tuple[str, ...]
     """The keys that they set."""
+    by_user: bool = False
+    """Whether the user set them."""
 
 
 def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo") -> PPOConfig:
@@ -70,7 +73,14 @@ def load_recipe(root: type[T], overrides: Sequence[str] = (), config_file: str |
 
 def of_layers(root: type[T], layers: Sequence[Layer]) -> T:
     """The configuration `root` that has these layers over its defaults. Raises ConfigError for a value that cannot work."""
-    return _to_object(_compose(root, layers), root)
+    config = _to_object(_compose(root, layers), root)
+    return _with_given(config, frozenset(key for layer in layers if layer.by_user for key in layer.keys))
+
+
+def _with_given(config: T, given: frozenset[str] | None) -> T:
+    """The configuration, which remembers that the user set these keys."""
+    setattr(config.data, "given", given)  # type: ignore[attr-defined]  # noqa: B010
+    return config
 
 
 def read_layers(
@@ -86,17 +96,19 @@ def read_layers(
     matters, a run whose size is not said is smaller on a CPU (first_run.py).
     """
     from_file = read_yaml(config_file) if config_file else OmegaConf.create()
-    user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)))] if config_file else []
+    user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)), by_user=True)] if config_file else []
     named: list[str] = []
     given = [_read_override(text, named, root) for text in overrides]
-    user.append(Layer("command line", given, tuple(named)))
-    if root is not PPOConfig:
-        return user
+    user.append(Layer("command line", given, tuple(named), by_user=True))
     set_by_user = {key for layer in user for key in layer.keys}
-    presets = _presets(algorithm, set_by_user)
-    if device_of is not None and is_first_run(set_by_user) and device_of(_compose(root, user).trainer.device) == "cpu":
+    presets = _presets(algorithm, set_by_user) if root is PPOConfig else []
+    is_small = root is PPOConfig and device_of is not None and is_first_run(set_by_user)
+    if is_small and device_of(_compose(root, user).trainer.device) == "cpu":  # type: ignore[misc]
         values = first_run_on_cpu(algorithm)
         presets.append(Layer(ORIGIN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
+    followed = follow.sizes_that_follow(_compose(root, presets + user), set_by_user)
+    if followed:
+        presets.append(Layer(follow.ORIGIN, list(followed.items()), tuple(followed)))
     return presets + user
 
 
@@ -113,12 +125,11 @@ def _presets(algorithm: str, named: set[str]) -> list[Layer]:
 def _compose(root: type, layers: Sequence[Layer]) -> Any:
     """The defaults with the layers over them."""
     with readable_errors():
-        composed = _schema(root)
+        composed: Any = OmegaConf.merge(_schema(root))  # a copy, which may be changed
         for layer in layers:
             if isinstance(layer.values, Mapping | DictConfig):
-                composed = OmegaConf.merge(composed, layer.values)
+                composed.merge_with(layer.values)
                 continue
-            composed = OmegaConf.merge(composed, {})  # a copy, which may be changed
             for key, value in layer.values:
                 # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
                 OmegaConf.update(composed, key, value, merge=True, force_add=True)
@@ -148,18 +159,28 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
         given = OmegaConf.create(config)  # type: ignore[arg-type]
         if not isinstance(given, DictConfig):
             raise ConfigError(f"a configuration must be a PPOConfig or a mapping of sections, not {type(config).__name__}")
-        _checked_keys(given, PPOConfig)
-        return _to_object(OmegaConf.merge(_schema(PPOConfig), given), PPOConfig)
+        keys = tuple(_checked_keys(given, PPOConfig))
+        layer = Layer("program", given, keys, by_user=True)
+        followed = follow.sizes_that_follow(_compose(PPOConfig, [layer]), set(keys))
+        return of_layers(PPOConfig, [Layer(follow.ORIGIN, list(followed.items()), tuple(followed)), layer])
 
 
-def with_changes(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
+def with_changes(config: T, changes: Mapping[str, Any]) -> T:
     """The same configuration with other values for some keys ("algorithm.adv_estimator": "grpo"), checked like any other."""
-    node = OmegaConf.structured(config)
+    node, root = OmegaConf.structured(config), type(config)
     with readable_errors():
         for key, value in changes.items():
-            check_key(key)
+            check_key(key, root)
             OmegaConf.update(node, key, value, force_add=True)
-        return _to_object(node, PPOConfig)
+        return _with_given(_to_object(node, root), config.data.given)  # type: ignore[attr-defined]
+
+
+def fitted(config: T, changes: Mapping[str, Any], why: str) -> T:
+    """The configuration with these sizes, which follow; says so."""
+    if not changes:
+        return config
+    print(follow.in_words(dict(changes), why), flush=True)
+    return with_changes(config, changes)
 
 
 def read_keys(path: str | Path) -> dict[str, Any]:

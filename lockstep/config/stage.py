@@ -33,6 +33,9 @@ class LearnerConfig(EngineChoice):
 class FilesConfig:
     """`data.*`: rows in files, and how they become steps."""
 
+    given: ClassVar[frozenset[str] | None] = None
+    """See DataConfig.given."""
+
     train_files: Any = None
     """Rows to train on: one file or a list of files (parquet, json, jsonl)."""
     val_files: Any = None

@@ -5,6 +5,7 @@ no shortcut. The examples of the warm-up are careless: three in five copy the wo
 behaviours, the wrong one more often, and the reward has to sort them out.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,14 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
         warm_up.model.save_pretrained(model_dir)
         warm_up.tokenizer.save_pretrained(model_dir)
     return EmbeddedTask(model_dir, *prepare_prompts(directory, seed), warm_up.global_steps, warm_up.accuracy)
+
+
+def widen_context(model: Path, longest: int) -> None:
+    """Make the model in the folder hold sequences of `longest` tokens: its weights do not depend on the length."""
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    if config["max_position_embeddings"] < longest:
+        path.write_text(json.dumps(config | {"max_position_embeddings": longest}, indent=2) + "\n")
 
 
 def prepare_prompts(directory: Path, seed: int) -> tuple[Path, Path]:

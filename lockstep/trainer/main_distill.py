@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.distill import DistillConfig
 from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.run.setup import check_stage_engine, sampled_answers
+from lockstep.trainer.run.setup import check_stage_engine, fitted_to_models, sampled_answers
 
 if TYPE_CHECKING:
     from lockstep.trainer.distill.distill_trainer import DistillTrainer
@@ -28,6 +28,7 @@ def opened(config: DistillConfig) -> Iterator[DistillTrainer]:
     from lockstep.workers.distill_loss import make_distill_loss
     from lockstep.workers.distill_worker import DistillWorker
 
+    config = fitted_to_models(config)
     teacher = config.policy().reference_model
     check_stage_engine(config, config.longest, "data.max_length + distill.max_response_length")
     as_teacher = dataclasses.replace(config, model=teacher)

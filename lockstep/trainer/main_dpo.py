@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.dpo import DPOConfig
 from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.run.setup import check_stage_engine
+from lockstep.trainer.run.setup import check_stage_engine, fitted_to_models
 
 if TYPE_CHECKING:
     from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
@@ -25,6 +25,7 @@ def opened(config: DPOConfig) -> Iterator[DPOTrainer]:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.preference_loss import make_preference_loss
 
+    config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length)
     loss = config.loss
     make_loss = functools.partial(make_preference_loss, STAGE_KEYS.name, loss.loss_mode, loss.parameters, loss.nll_coef)

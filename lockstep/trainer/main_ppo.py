@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.compat.verl.command import check_arguments, from_verl
-from lockstep.config import PPOConfig, first_run
+from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
-from lockstep.config.load import of_layers, read_layers
-from lockstep.observability.spans import progress
-from lockstep.observability.waiting import leave_terminal
-from lockstep.trainer.run.program import read_tokenizer, run_program, worker_group
-from lockstep.trainer.run.setup import check_engines, reward_arguments, with_embedded_task
+from lockstep.trainer.run.program import read_run, read_tokenizer, run_program, worker_group
+from lockstep.trainer.run.setup import check_engines, fitted_to_models, reward_arguments, with_embedded_task
 from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
@@ -37,17 +34,7 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
     if "--from-verl" in overrides:
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     check_arguments(overrides, config_file)
-    layers = read_layers(PPOConfig, overrides, config_file, algorithm, _device_of)
-    if any(layer.origin == first_run.ORIGIN for layer in layers):
-        leave_terminal()  # keys that are to be copied are not wrapped
-        print(first_run.in_words(algorithm), flush=True)
-    return of_layers(PPOConfig, layers)
-
-
-def _device_of(name: str) -> str:
-    with progress("importing PyTorch"):
-        from lockstep.utils.device import resolve_device
-    return resolve_device(name)
+    return read_run(PPOConfig, overrides, config_file, algorithm)
 
 
 def run(config: PPOConfig) -> None:
@@ -78,10 +65,11 @@ def opened(config: PPOConfig) -> Iterator[RayPPOTrainer]:
     check_installed(config.actor_rollout_ref.rollout.name)
     embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
     if not embedded:
+        config = fitted_to_models(config)
         check_engines(config)
     with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
         if embedded:
-            config = with_embedded_task(config)
+            config = fitted_to_models(with_embedded_task(config))
             check_engines(config)
         with closing(_trainer(config, group_cls)) as trainer:
             yield trainer

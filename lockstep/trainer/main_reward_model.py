@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.reward_train import RewardTrainConfig
 from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.run.setup import check_stage_engine
+from lockstep.trainer.run.setup import check_stage_engine, fitted_to_models
 
 if TYPE_CHECKING:
     from lockstep.trainer.reward_model.reward_model_trainer import RewardModelTrainer
@@ -26,6 +26,7 @@ def opened(config: RewardTrainConfig) -> Iterator[RewardModelTrainer]:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.reward_loss import make_reward_loss
 
+    config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length, scores=True)
     tokenizer = read_tokenizer(config.model)
     separate_padding(tokenizer)

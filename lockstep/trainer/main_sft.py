@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.sft import SFTConfig
 from lockstep.trainer.run.program import opened_stage, read_tokenizer, stage_program
-from lockstep.trainer.run.setup import check_stage_engine, sampled_answers
+from lockstep.trainer.run.setup import check_stage_engine, fitted_to_models, sampled_answers
 
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sft_trainer import SFTTrainer
@@ -25,6 +25,7 @@ def opened(config: SFTConfig) -> Iterator[SFTTrainer]:
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
     from lockstep.workers.sft_loss import make_sft_loss
 
+    config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length)
     tokenizer = read_tokenizer(config.model)
     make_loss = functools.partial(make_sft_loss, STAGE_KEYS.name)

@@ -21,6 +21,8 @@ from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.auto import tokens_in_words
+from lockstep.config.follow import for_rows
+from lockstep.config.load import fitted
 from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.data.seen import seen_data, tell_of_other_data
@@ -88,6 +90,7 @@ class StageRun(Run):
         device = resolve_device(config.trainer.device)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, device=device))
         check_trackers(config.trainer.logger)
+        config = fitted(config, for_rows(config, len(train_data)), f"the data has {len(train_data)} rows")
         section, data = config.trainer, config.data
         seed = section.seed if data.seed is None else data.seed
         self.schedule = PromptSchedule(len(train_data), data.train_batch_size, data.shuffle, seed)

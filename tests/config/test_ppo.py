@@ -25,6 +25,10 @@ def test_the_defaults_are_a_valid_configuration():
     assert not PPOConfig().needs_ray
 
 
+BATCH = "data.train_batch_size=64"
+LENGTHS = ("data.max_prompt_length=512", "data.max_response_length=512")
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -35,18 +39,18 @@ def test_the_defaults_are_a_valid_configuration():
         (["reward_model.enable=true"], ["reward_model.enable", "reward_model.model.path"]),
         (["data.custom_cls.path=mine.py"], ["data.custom_cls.path", "data.custom_cls.name"]),
         (["data.custom_cls.name=Mine"], ["data.custom_cls.path", "data.custom_cls.name"]),
-        ([f"{ACTOR}.ppo_mini_batch_size=48"], ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=48"]),
-        (["critic.ppo_mini_batch_size=128"], ["data.train_batch_size=64", "critic.ppo_mini_batch_size=128"]),
+        ([BATCH, f"{ACTOR}.ppo_mini_batch_size=48"], ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=48"]),
+        ([BATCH, "critic.ppo_mini_batch_size=128"], ["data.train_batch_size=64", "critic.ppo_mini_batch_size=128"]),
         (
-            [f"{ACTOR}.ppo_max_token_len_per_gpu=1023"],
+            [*LENGTHS, f"{ACTOR}.ppo_max_token_len_per_gpu=1023"],
             [f"{ACTOR}.ppo_max_token_len_per_gpu=1023", "data.max_prompt_length", "data.max_response_length", "1024"],
         ),
         (
-            ["critic.ppo_max_token_len_per_gpu=1023"],
+            [*LENGTHS, "critic.ppo_max_token_len_per_gpu=1023"],
             ["critic.ppo_max_token_len_per_gpu=1023", "data.max_prompt_length + data.max_response_length = 1024"],
         ),
         (
-            ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7"],
+            [*LENGTHS, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7"],
             ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7", "data.max_response_length"],
         ),
         (["critic.enable=false"], ["algorithm.adv_estimator=gae", "critic.enable"]),
@@ -78,7 +82,7 @@ def test_the_defaults_are_a_valid_configuration():
             ["critic.model.lora_rank=8", "critic.fsdp_config.tensor_parallel_size=2"],
         ),
         (
-            ["reward.overlong_buffer={enable: true, len: 513}"],
+            [*LENGTHS, "reward.overlong_buffer={enable: true, len: 513}"],
             ["reward.overlong_buffer.len=513", "data.max_response_length=512", "reward.overlong_buffer.enable=false"],
         ),
         (
@@ -98,6 +102,7 @@ def test_an_adaptive_kl_weight_needs_a_horizon_that_one_step_cannot_use_up(horiz
     overrides = [
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
+        BATCH,
         f"algorithm.kl_ctrl.horizon={horizon}",
         f"{ROLLOUT}.n=8",  # 0.2 * 64 prompts * 8 samples = 102.4
     ]
@@ -121,7 +126,7 @@ def test_an_adaptive_kl_weight_needs_a_horizon_that_one_step_cannot_use_up(horiz
 )
 def test_ranks_that_divide_a_row_hold_it_together(keys):
     """A row of 1024 tokens at most, two ranks."""
-    overrides = [f"{ACTOR}.{key}" for key in keys]
+    overrides = [*LENGTHS, "trainer.n_gpus_per_node=2", *(f"{ACTOR}.{key}" for key in keys)]
     load(*overrides, f"{ACTOR}.ppo_max_token_len_per_gpu=512", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=512")
     with pytest.raises(ConfigError, match=r"=511 tokens cannot hold .* = 1024 tokens divided among 2 ranks; raise .* at least 512"):
         load(*overrides, f"{ACTOR}.ppo_max_token_len_per_gpu=511")

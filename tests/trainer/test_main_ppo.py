@@ -82,7 +82,10 @@ CASES = {
     "an unknown strategy": (lambda t: {"actor_rollout_ref.actor.strategy": "deepspeed"}, ["deepspeed", "fsdp2"]),
     "an unknown critic strategy": (lambda t: {"critic.strategy": "zero"}, ["critic.strategy", "zero", "fsdp"]),
     "ranks that a layout does not divide": (
-        lambda t: {"actor_rollout_ref.actor.strategy": "torchtitan", "actor_rollout_ref.actor.torchtitan.pipeline_parallel_size": 2},
+        lambda t: {
+            "actor_rollout_ref.actor.strategy": "torchtitan", "actor_rollout_ref.actor.torchtitan.pipeline_parallel_size": 2,
+            "trainer.n_gpus_per_node": 1,
+        },
         ["actor_rollout_ref.actor.torchtitan.pipeline_parallel_size=2", "1 ranks"],
     ),
     "megatron without a GPU": (lambda t: {"critic.strategy": "megatron", "trainer.device": "cpu"}, ["critic.megatron", "GPU", "fsdp2"]),

@@ -18,8 +18,9 @@ def check_run(config: Any, device: Device | None) -> None:
 
     What the tokenizer or the rows decide is not looked at.
     """
-    from lockstep.trainer.run.setup import check_engines, check_stage_engine
+    from lockstep.trainer.run.setup import check_engines, check_stage_engine, fitted_to_models
 
+    config = fitted_to_models(config)
     kind = None if device is None else "cuda"
     if isinstance(config, PPOConfig):
         _check_policy(config)

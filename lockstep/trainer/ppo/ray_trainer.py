@@ -17,7 +17,8 @@ from torch.utils.data import Subset
 
 from lockstep.algorithms.kl import make_kl_controller
 from lockstep.config.arithmetic import describe
-from lockstep.config.load import as_config
+from lockstep.config.follow import for_rows
+from lockstep.config.load import as_config, fitted
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.schedule import PromptSchedule
 from lockstep.data.seen import seen_data
@@ -88,6 +89,8 @@ class RayPPOTrainer(SavedPPO):
         data, algorithm = config.data, config.algorithm
         if train_dataset is None:
             train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
+        config = fitted(config, for_rows(config, len(train_dataset)), f"the data has {len(train_dataset)} prompts")
+        data = config.data
         if val_dataset is None and data.val_files:
             val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
         config.trainer.check_validated(val_dataset is not None)

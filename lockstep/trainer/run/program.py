@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.checkpoint.lock import check_folder
-from lockstep.config.load import load_recipe
+from lockstep.config import first_run, follow
+from lockstep.config.load import of_layers, read_layers
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
 from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
 from lockstep.observability.trackers import check_trackers
-from lockstep.observability.waiting import shown_waits
+from lockstep.observability.waiting import leave_terminal, shown_waits
 from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.stage_run import StageRun
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+Config = TypeVar("Config")
 T = TypeVar("T", bound="StageRun")
 
 
@@ -81,6 +83,24 @@ def run_program(
     return 0
 
 
+def read_run(root: type[Config], overrides: Sequence[str], config_file: Path | None = None, algorithm: str = "ppo") -> Config:
+    """The configuration that the command line describes; prints which values are not the usual ones although the user did not set them."""
+    layers = read_layers(root, overrides, config_file, algorithm, _device_of)
+    for layer in layers:
+        if layer.origin == first_run.ORIGIN:
+            leave_terminal()  # keys that are to be copied are not wrapped
+            say(first_run.in_words(algorithm), flush=True)
+        elif layer.origin == follow.ORIGIN:
+            say(follow.in_words(dict(layer.values)), flush=True)
+    return of_layers(root, layers)
+
+
+def _device_of(name: str) -> str:
+    with progress("importing PyTorch"):
+        from lockstep.utils.device import resolve_device
+    return resolve_device(name)
+
+
 @contextmanager
 def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Iterator[T]:
     """The recipe that `make_trainer` makes for a class of worker groups; none of its workers is left at the end."""
@@ -95,7 +115,7 @@ def stage_program(
     root: type, opened: Callable[[Any], AbstractContextManager[StageRun]]
 ) -> tuple[Callable[..., Any], Callable[..., int]]:
     """`load` and `main` of a recipe that learns from files: `root` is the class of its configuration, `opened` gives its trainer."""
-    load = partial(load_recipe, root)
+    load = partial(read_run, root)
 
     def run(config: Any) -> None:
         from lockstep.trainer.run.summary import summarise_stage

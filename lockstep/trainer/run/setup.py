@@ -6,11 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
+from lockstep.config.distill import DistillConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.config.follow import for_context
+from lockstep.config.load import fitted
 from lockstep.config.reward import JudgeConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
@@ -20,10 +23,12 @@ from lockstep.observability.spans import progress
 if TYPE_CHECKING:
     from lockstep.trainer.sft.sampled import SampledAnswers
 
+Run = TypeVar("Run", PPOConfig, StageConfig, SFTConfig, DistillConfig)
+
 
 def with_embedded_task(config: PPOConfig) -> PPOConfig:
     """The same configuration with the embedded task's files made and named: without its model where there is one of the user's."""
-    from lockstep.embedded import prepare, prepare_prompts
+    from lockstep.embedded import prepare, prepare_prompts, widen_context
 
     directory, model = config.trainer.run_dir / "embedded_task", config.actor_rollout_ref.model
     if model.path != EMBEDDED:
@@ -34,6 +39,7 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
     with progress("supervised warm-up"):
         task = prepare(directory, config.trainer.seed)
+    widen_context(task.model, config.data.max_prompt_length + config.data.max_response_length)
     print(
         f"supervised warm-up: {task.warmup_steps} steps on careless examples; it writes a word backwards with probability "
         f"{task.warmup_accuracy:.2f}",
@@ -42,6 +48,24 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
     model = dataclasses.replace(model, path=str(task.model))
     data = dataclasses.replace(config.data, train_files=str(task.train_file), val_files=config.data.val_files or str(task.val_file))
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
+
+
+def fitted_to_models(config: Run) -> Run:
+    """The configuration with the lengths that the user did not set lowered to what the models hold; says so."""
+    from lockstep.utils.hf_config import read_model_config
+
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.model.path == EMBEDDED:
+        return config  # its context follows the lengths
+    models = [config.model] if isinstance(config, StageConfig) else [config.actor_rollout_ref.model]
+    if isinstance(config, PPOConfig):
+        models += [config.actor_rollout_ref.reference_model] if config.use_reference else []
+        models += [config.critic.model] if config.use_critic and config.critic.model.path else []
+    elif isinstance(config, DistillConfig):
+        models.append(config.policy().reference_model)
+    found = [read_model_config(str(model.path), model.trust_remote_code, **model.override_config) for model in models]
+    contexts = [held for hf_config in found if (held := getattr(hf_config, "max_position_embeddings", None)) is not None]
+    context = min(contexts, default=None)
+    return fitted(config, for_context(config, context), f"the model holds {context} tokens")
 
 
 def check_engines(config: PPOConfig, device: str | None = None, capability: tuple[int, int] | None = None) -> None:

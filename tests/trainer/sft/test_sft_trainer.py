@@ -37,6 +37,14 @@ def sft(arguments: dict[str, Any], **changes: Any) -> int:
     return run_main(main_sft.main, arguments | changes)
 
 
+def test_a_batch_that_was_not_set_is_as_large_as_a_small_file(arguments: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    del arguments["data.train_batch_size"]
+    few = {"data.train_files": write_examples(tmp_path, WORDS[:5]), "trainer.total_training_steps": 1}
+    assert sft(arguments, **few) == 0
+    assert "data.train_batch_size=5 (the data has 5 rows" in capsys.readouterr().out
+    assert sft(arguments, **few, **{"data.train_batch_size": 6, "trainer.resume_mode": "disable"}) == 1
+
+
 def test_it_learns_and_its_folder_is_a_model(arguments: dict[str, Any], embedded_task: Any, tmp_path: Path, capsys: Any) -> None:
     more = {"data.val_files": write_examples(tmp_path, ["bed", "jag", "ahi"], "val.jsonl"), "sampled.files": embedded_task.val_file}
     more |= {"sampled.max_samples": 8, "sampled.max_prompt_length": 16, "sampled.max_response_length": 12, "trainer.test_freq": 4}
