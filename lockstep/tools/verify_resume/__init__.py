@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +38,10 @@ _FOLDERS = ("rollout_data_dir", "validation_data_dir", "record_batch_dir")
 class Moment(NamedTuple):
     """When to kill a run."""
 
+    after_steps: int
+    """Steps that must be done first; 0: counted from the start of the process."""
     seconds: float
-    after_a_step: bool
-    """Counted from the first step that this start did, else from its beginning."""
+    """How long after that."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,25 +64,26 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
     command = [sys.executable, "-m", *RECIPES[recipe].split(), *keys, *_short(run_dir, steps, recipe)]
     print(f"a run of {steps} steps to its end ...", flush=True)
-    start_s, steps_s = _run(command, run_dir)
+    start_s, step_s = _run(command, run_dir)
     run_dir.rename(whole)  # paths in the configuration stay the same for both
-    kills = 0
+    kills = late_kills = 0
     while kills < num_kills:
         shutil.rmtree(run_dir, ignore_errors=True)
-        while True:
-            moment = None
-            if kills < num_kills:  # most of them in the steps and their saves, which may be short beside the start
-                moment = Moment(rng.uniform(0, start_s), False) if rng.random() < 0.2 else Moment(rng.uniform(0, steps_s), True)
-            if not _killed(command, run_dir, moment):
-                break
+        moments = _moments(steps, num_kills - kills, start_s, step_s, rng)
+        while _killed(command, run_dir, next(moments, None)):
             kills += 1
+            late_kills += _num_steps(run_dir) >= steps
             print(f"killed: {_progress(run_dir)}; the same command again ...", flush=True)
         found = list(differences(whole, run_dir))
         if found:
             break
+    late = f" ({late_kills} of them after the last step)" if late_kills else ""
     if not found:
-        print(f"the run that was killed {kills} times ended as the one that was not: every file and every metric, to the bit")
-        return 0
+        print(f"the run that was killed {kills} times{late} ended as the one that was not: every file and every metric, to the bit")
+        if kills > late_kills or not kills:
+            return 0
+        print("no kill fell before the last step was done, so no step was resumed: try more steps (--steps) or another --seed")
+        return 1
     say("\n".join([f"{len(found)} differences after {kills} kills; first:", *(f"  {line}" for line in found[:5])]))
     print("is it the resume, or the machine? A second run to its end, without a kill ...", flush=True)
     run_dir.rename(again)
@@ -124,12 +126,20 @@ def _short(run_dir: Path, steps: int, recipe: str) -> list[str]:
 
 
 def _run(command: list[str], run_dir: Path) -> tuple[float, float]:
-    """Run to the end; returns the seconds until the first step was done, and those after it."""
+    """Run to the end; returns the seconds until the first step was done, and those of a step."""
     started, at = time.monotonic(), time.time()
     _killed(command, run_dir, None)
     seconds = time.monotonic() - started
-    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["time"] - at
-    return first, seconds - first
+    times = [json.loads(line)["time"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = times[0] - at
+    return first, (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else seconds - first
+
+
+def _moments(steps: int, num_kills: int, start_s: float, step_s: float, rng: random.Random) -> Iterator[Moment]:
+    """One moment for each kill, spread over the run's steps; those before the first step are within the start."""
+    for number in range(num_kills):
+        after = min(steps - 1, int(rng.uniform(number, number + 1) * steps / num_kills))
+        yield Moment(after, rng.uniform(0, step_s if after else start_s))
 
 
 def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
@@ -140,7 +150,7 @@ def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             if moment is not None:
-                while moment.after_a_step and process.poll() is None and not (metrics.is_file() and metrics.stat().st_mtime > at):
+                while moment.after_steps and process.poll() is None and not _is_at(metrics, moment.after_steps, at):
                     time.sleep(0.02)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=moment.seconds)
@@ -155,8 +165,17 @@ def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
     return status != 0
 
 
-def _progress(run_dir: Path) -> str:
+def _is_at(metrics: Path, steps: int, since: float) -> bool:
+    """Whether the file was written after `since` and has so many steps."""
+    return metrics.is_file() and metrics.stat().st_mtime > since and _num_steps(metrics.parent) >= steps
+
+
+def _num_steps(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    steps = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def _progress(run_dir: Path) -> str:
+    steps = _num_steps(run_dir)
     saving = any(run_dir.glob("global_step_*.incomplete"))
     return f"{steps} steps done{', a checkpoint half written' if saving else ''}"

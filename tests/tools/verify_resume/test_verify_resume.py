@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep import cli
 from lockstep.checkpoint import folders
@@ -62,6 +64,30 @@ def test_a_run_that_resumes_is_verified_and_one_that_forgets_is_found(program, c
     output = capsys.readouterr().out
     assert "metrics of line" in output
     assert "it is the resume" in output
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 9))
+def test_kills_are_spread_over_the_steps_and_none_is_after_the_last(steps, num_kills, seed):
+    moments = list(verify_resume._moments(steps, num_kills, 60.0, 2.0, random.Random(seed)))
+    after = [moment.after_steps for moment in moments]
+    assert len(after) == num_kills
+    assert after == sorted(after)
+    assert after[-1] < steps
+    assert all(abs(step - i * steps / num_kills) <= steps / num_kills + 1 for i, step in enumerate(after))
+    assert all(0 <= moment.seconds <= (2.0 if moment.after_steps else 60.0) for moment in moments)
+
+
+def test_kills_that_come_too_late_prove_nothing_and_it_is_said(program, monkeypatch, capsys):
+    def killed(command, run_dir, moment):  # the run is always done when it is killed
+        plain(command, run_dir, None)
+        return moment is not None
+
+    plain = verify_resume._killed
+    monkeypatch.setattr(verify_resume, "_killed", killed)
+    assert verify_resume.verify("ppo", ["forgets=no"], program / "late", 2, 2, random.Random(0)) == 1
+    output = capsys.readouterr().out
+    assert "2 of them after the last step" in output
+    assert "--steps" in output
 
 
 def test_a_run_that_fails_by_itself_is_no_verdict(program):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from lockstep.errors import DataError
 from lockstep.models.meta import WeightFiles
 from lockstep.models.weight_file import write_weights
-from lockstep.workers.engine.checkpoint import Place, write_index, write_shares
+from lockstep.workers.engine.checkpoint import PROGRESS, Place, Progress, read_progress, write_index, write_progress, write_shares
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -21,3 +22,28 @@ def test_every_rank_takes_part_in_the_gather_of_every_tensor_also_one_that_write
     write_index(tmp_path / "model.safetensors", specs, world_size)
     assert len(list(tmp_path.glob("*.safetensors"))) == min(world_size, len(weights))
     assert WeightFiles(tmp_path).shapes == {name: shape for name, (_, shape) in specs.items()}
+
+
+SPECS = {"a": (torch.float32, (1,))}
+
+
+def test_progress_is_read_back(tmp_path):
+    write_progress(tmp_path, Progress(3, {"a": 2}))
+    assert read_progress(tmp_path, SPECS) == Progress(3, {"a": 2})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"updates": -1, "steps": {"a": 1}}',
+        '{"updates": 1, "steps": {"a": -2}}',
+        '{"updates": 1e400, "steps": {"a": 1}}',
+        "[" * 100_000,
+        "[]",
+        "{}",
+    ],
+)
+def test_malformed_progress_is_an_error_that_names_the_file(tmp_path, text):
+    (tmp_path / PROGRESS).write_text(text)
+    with pytest.raises(DataError, match=PROGRESS):
+        read_progress(tmp_path, SPECS)
