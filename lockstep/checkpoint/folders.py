@@ -73,11 +73,18 @@ def _is_counts_by_pool(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(own, dict) and all(map(_is_count, own.values())) for own in value.values())
 
 
+def _is_pairs_of_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(own, list) and len(own) == 2 and all(map(_is_count, own)) for own in value.values()
+    )
+
+
 _STATE_KEYS: dict[str, Callable[[Any], bool]] = {
     "global_steps": _is_count,
     "config": lambda value: isinstance(value, dict),
     "left_out": lambda value: isinstance(value, list) and all(map(_is_count, value)),
     "validation_before": _is_numbers,
+    "validation_before_rows": _is_pairs_of_counts,
     "metrics": _is_numbers,
     "num_prompt_batches": _is_count,
     "num_train_rows": _is_count,

@@ -124,7 +124,12 @@ class RunConfig:
         """The rows of `num_rows` that are validated before the first step: all, or some that are spread evenly."""
         limit = samples_per_step if self.val_before_train_samples is None else self.val_before_train_samples
         count = num_rows if limit < 0 else min(num_rows, max(1, limit // samples_per_row))
-        return [i * num_rows // count for i in range(count)]
+        return spread_rows(count, num_rows)
+
+
+def spread_rows(count: int, num_rows: int) -> list[int]:
+    """`count` of `num_rows` rows, spread evenly."""
+    return [i * num_rows // count for i in range(count)]
 
 
 @dataclass

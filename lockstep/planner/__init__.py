@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         settle_training,
         training_needs,
     )
-    from lockstep.planner.stage_prediction import predict_stage
     from lockstep.planner.prediction import SAVE, Lengths, Prediction, predict
+    from lockstep.planner.stage_prediction import predict_stage
 
 __getattr__ = lazy_names(
     __name__,

@@ -35,7 +35,7 @@ from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import TRAINED, RoleSpec, Workers
-from lockstep.trainer.run.loop import Run
+from lockstep.trainer.run.loop import FIRST, Run
 from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_size import count_parameters
@@ -180,7 +180,16 @@ class StageRun(Run):
     def _validate(self) -> dict[str, float]:
         """The same metrics of all validation rows, under val/."""
         assert self.val_data is not None
-        return self._val_metrics(self._measure(self._validated_rows(len(self.val_data), 1, self.rows_per_step)))
+        count = len(self.val_data)
+        metrics = self._validate_on(self._validated_rows("val_files", count, 1, self.rows_per_step))
+        first = self._first_rows("val_files", count)
+        if first is not None:
+            metrics |= {f"{FIRST}{name}": value for name, value in self._validate_on(first).items()}
+        return metrics
+
+    def _validate_on(self, positions: Sequence[int]) -> dict[str, float]:
+        """The metrics of these validation rows, under val/."""
+        return self._val_metrics(self._measure(positions))
 
     def _measure(self, positions: Sequence[int]) -> list[Measured]:
         """What the workers measure on these validation rows, a batch at a time."""

@@ -219,7 +219,7 @@ def test_state_is_json_that_a_person_can_read(tmp_path):
         {"global_steps": True}, {"global_steps": -1}, {"global_steps": 10**30}, {"left_out": ["a"]}, {"left_out": [1.5]},
         {"left_out": [-5]}, {"config": []}, {"num_prompt_batches": "x"}, {"num_prompt_batches": None}, {"num_prompt_batches": float("inf")},
         {"num_train_rows": "x"}, {"kl_control": []}, {"kl_control": {"value": float("nan")}}, {"sampler_drift": "x"},
-        {"validation_before": [1]}, {"metrics": {"a": "x"}},
+        {"validation_before": [1]}, {"validation_before_rows": {"a": [1]}}, {"metrics": {"a": "x"}},
     ],
     ids=str,
 )  # fmt: skip

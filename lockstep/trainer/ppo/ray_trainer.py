@@ -263,7 +263,9 @@ class RayPPOTrainer(SavedPPO):
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir, "keeper": self.keeper}
         per_step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        dataset: Any = Subset(self.val_dataset, self._validated_rows(len(self.val_dataset), n, per_step))
+        count = len(self.val_dataset)
+        dataset: Any = Subset(self.val_dataset, self._validated_rows("val_files", count, n, per_step))
+        options["first"] = self._first_rows("val_files", count)
         return validate(dataset, self.rollout_wg, self.val_sampling, judge, self.global_steps, **options)
 
     def training_data(self) -> tuple[Any, PromptSchedule]:

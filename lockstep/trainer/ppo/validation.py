@@ -17,6 +17,7 @@ from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.trainer.ppo.stages import generate, make_prompts
+from lockstep.trainer.run.loop import FIRST
 
 VALIDATION_STEPS = 1 << 40
 """Added to the step in the sampling key of validation, so that it draws other numbers than training."""
@@ -33,10 +34,12 @@ def validate(
     batch_size: int | None,
     folder: str | Path | None,
     keeper: SampleKeeper | None = None,
+    first: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Generate on all prompts of `dataset`, `n` times each and `batch_size` (None: all) at once, and judge; returns the metrics below.
 
-    Writes the samples into `folder`, where there is one; `keeper` keeps some for `lockstep report`.
+    Writes the samples into `folder`, where there is one; `keeper` keeps some for `lockstep report`. The metrics of the prompts `first`
+    are there a second time, with FIRST (trainer/run/loop.py) before their names.
     """
     size = batch_size or len(dataset)
     expect(len(dataset) * n, "responses")
@@ -60,7 +63,17 @@ def validate(
         batch.non_tensor_batch["uid"] = np.array([row // n for row in range(len(batch))], dtype=object)
         keeper.keep(f"val_{step}", batch, scored)
     sources = list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch)))
-    return validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
+    metrics = validation_metrics(sources, [row // n for row in range(len(batch))], extra, scored.failures)
+    if first is not None:
+        rows_first = [prompt * n + sample for prompt in first for sample in range(n)]
+
+        def chosen(values: Sequence[Any]) -> list[Any]:
+            return [values[row] for row in rows_first]
+
+        said = {name: chosen(values) for name, values in extra.items()}
+        found = validation_metrics(chosen(sources), [row // n for row in rows_first], said, chosen(scored.failures))
+        metrics |= {f"{FIRST}{name}": value for name, value in found.items()}
+    return metrics
 
 
 def validation_metrics(

@@ -1,6 +1,6 @@
 """RewardModelTrainer: a model whose score of a response says how much people prefer it, from pairs of a chosen and a rejected one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,12 +73,12 @@ class RewardModelTrainer(StageRun):
         batch.columns["unit"] = torch.arange(len(batch)) // 2
         return batch
 
-    def _validate(self) -> dict[str, float]:
+    def _validate_on(self, positions: Sequence[int]) -> dict[str, float]:
         """As every recipe; where the rows are of several sources (`data_source`), also the accuracy on each, as val/accuracy/SOURCE."""
         assert isinstance(self.val_data, PairDataset)
-        chosen = {*self._validated_rows(len(self.val_data), 1, self.rows_per_step)}
+        chosen = {*positions}
         sources = {source: [row for row in rows if row in chosen] for source, rows in self.val_data.sources().items()}
-        by_source = {source: self._measure(positions) for source, positions in sources.items() if positions}
+        by_source = {source: self._measure(rows) for source, rows in sources.items() if rows}
         metrics = self._val_metrics([part for measured in by_source.values() for part in measured])
         for source, measured in by_source.items() if len(by_source) > 1 else ():
             found = self._val_metrics(measured)

@@ -29,7 +29,7 @@ from lockstep.checkpoint.saver import Saver, is_write_failure
 from lockstep.config.load import to_yaml
 from lockstep.config.resume import kept_values
 from lockstep.config.secrets import redacted
-from lockstep.config.trainer import RunConfig
+from lockstep.config.trainer import RunConfig, spread_rows
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerTimeout, is_nonfinite, is_out_of_memory
 from lockstep.observability.alarms import Alarms, shown
@@ -40,6 +40,9 @@ from lockstep.trainer.run.skipped import heed_skipped
 from lockstep.trainer.run.start import find_checkpoint
 from lockstep.trainer.run.stop import StopSignals, logged_metrics
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
+
+FIRST = "val-first/"
+"""Before the names of validation metrics on the rows that were validated before the first step, where those were not all."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class FitResult:
     """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
     last_validation: dict[str, float]
     """Metrics of the last validation; empty where there was none."""
+    validation_after: dict[str, float]
+    """Metrics of the last validation on the rows of `validation_before`; empty where the two cannot be compared."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
@@ -81,7 +86,10 @@ class Run(ABC):
         """Steps done so far. A step that raises does not count."""
         self.validation_before: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
-        self._validated_share = 1.0
+        self._rows_before: dict[str, list[int]] = {}
+        """By name of a set of validation rows: how many of how many were validated before the first step."""
+        self._num_rows: dict[str, int] = {}
+        """By name of a set: how many rows it has now."""
         self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
         self.num_restarts = 0
         self.left_out: list[int] = []
@@ -281,6 +289,7 @@ class Run(ABC):
             steps=self.global_steps,
             validation_before=self.validation_before,
             last_validation=self.last_validation,
+            validation_after=self._validation_after(),
             checkpoint=folders.newest(self.section.run_dir),
             best_checkpoint=self._saver.best(),
             metrics_file=self._metrics_file,
@@ -318,26 +327,50 @@ class Run(ABC):
             )
 
     def _timed_validation(self) -> dict[str, float]:
-        self._validated_share = 1.0
+        if not self.global_steps:
+            self._rows_before.clear()
         with self.timer.stage("testing"):
             self.last_validation = self._validate()
-        if self._validated_share < 1:
-            self.last_validation["val-aux/share_of_rows"] = self._validated_share
         if not self.global_steps:
+            shares = [count / num_rows for count, num_rows in self._rows_before.values()]
+            if min(shares, default=1.0) < 1:
+                self.last_validation["val-aux/share_of_rows"] = min(shares)
             self.validation_before = self.last_validation
         return self.last_validation
 
-    def _validated_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
-        """The rows that this validation is on: all, but before the first step those of trainer.val_before_train_samples."""
-        if self.global_steps or self.section.val_only:
-            return list(range(num_rows))
-        rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+    def _validated_rows(self, name: str, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
+        """The rows, of the set of this name, that this validation is on: all, but before the first step those of
+        trainer.val_before_train_samples."""
+        self._num_rows[name] = num_rows
+        rows = list(range(num_rows))
+        if self.global_steps:
+            return rows
+        if not self.section.val_only:
+            rows = self.section.first_validation_rows(num_rows, samples_per_row, samples_per_step)
+        self._rows_before[name] = [len(rows), num_rows]
         if len(rows) < num_rows:
-            self._validated_share = len(rows) / num_rows
             self.display.message(
                 f"the validation before the first step is on {len(rows)} of {num_rows} rows (trainer.val_before_train_samples=-1: all)"
             )
         return rows
+
+    def _first_rows(self, name: str, num_rows: int) -> list[int] | None:
+        """The rows of this set that the validation before the first step was on; None where that was on all rows, or of other data."""
+        count, before = self._rows_before.get(name, [0, 0])
+        is_whole = all(one == all_rows for one, all_rows in self._rows_before.values())
+        if not self.global_steps or before != num_rows or is_whole:
+            return None
+        return spread_rows(count, num_rows)
+
+    def _validation_after(self) -> dict[str, float]:
+        """Metrics of the last validation on the rows of the one before the first step; none where the data are others now."""
+        last = self.last_validation
+        is_other = any(self._num_rows.get(name) != num_rows for name, (_, num_rows) in self._rows_before.items())
+        if not self.validation_before or not self.global_steps or is_other:
+            return {}
+        if "val-aux/share_of_rows" not in self.validation_before:
+            return last
+        return {name.removeprefix(FIRST): value for name, value in last.items() if name.startswith(FIRST)}
 
     # -- lost workers ------------------------------------------------------------------------------------------------------
 
@@ -368,7 +401,7 @@ class Run(ABC):
 
     def _begin_again(self) -> None:
         self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
-        self._unsaved, self._is_alarmed = None, False
+        self._unsaved, self._is_alarmed, self._rows_before = None, False, {}
         unfreeze_objects()  # what the lost ones held here is garbage now
         gc.collect()
         deadline = time.monotonic() + self.section.start_timeout_s
@@ -425,6 +458,7 @@ class Run(ABC):
             "recipe": type(self.config).__name__,
             "config": kept_values(self.config),
             "validation_before": self.validation_before,
+            "validation_before_rows": self._rows_before,
             "left_out": self.left_out,
             "reward_failures_bytes": self._failures_file.stat().st_size if self._failures_file.is_file() else 0,
             "metrics": {best: metrics[best]} if best is not None and best in metrics else {},
@@ -457,6 +491,7 @@ class Run(ABC):
             self._saver.prune()  # a run that was killed may not have come to it
         self.global_steps = state["global_steps"]
         self.validation_before = state.get("validation_before", {})
+        self._rows_before = dict(state.get("validation_before_rows", {}))
         self.left_out[:] = sorted({*self.left_out, *state["left_out"]})
         self.display.message(f"resuming from {folder} at step {self.global_steps}")
         try:

@@ -37,21 +37,26 @@ def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
 
 
 def _before_and_after(result: FitResult, shown: tuple[str, ...], spec: str) -> list[str]:
-    """A line for each result of the last validation, with what was measured before training where that was."""
-    after, before = result.last_validation, result.validation_before
-    names = shown_numbers(after, shown)
+    """A line for each result of the last validation, and one with what was measured on the same rows before training where that was."""
+    last, before, after = result.last_validation, result.validation_before, result.validation_after
+    names = shown_numbers(last, shown)
     if not result.steps:
-        return [f"  {name}: {with_interval(after, name, spec)}" for name in names]
-    return [
-        f"  {name}: {f'{with_interval(before, name, spec)} before, ' if name in before else ''}{with_interval(after, name, spec)} after"
-        for name in names
-    ]
+        return [f"  {name}: {with_interval(last, name, spec)}" for name in names]
+    share = before.get("val-aux/share_of_rows", 1.0)
+    lines = []
+    for name in names:
+        is_comparable = name in before and name in after
+        at_first = f"{with_interval(before, name, spec)} before, " if is_comparable else ""
+        if not is_comparable or share == 1.0:
+            lines.append(f"  {name}: {at_first}{with_interval(last, name, spec)} after")
+            continue
+        lines.append(f"  {name}: {with_interval(last, name, spec)} after")
+        lines.append(f"    on the rows that were validated before training: {at_first}{with_interval(after, name, spec)} after")
+    return lines
 
 
 def _head(result: FitResult) -> list[str]:
-    lines = [f"\ndone: {result.steps} steps in {result.metrics_file.parent}"]
-    share = result.validation_before.get("val-aux/share_of_rows")
-    return lines if share is None else [*lines, f"  (before: on {share:.0%} of the rows, trainer.val_before_train_samples)"]
+    return [f"\ndone: {result.steps} steps in {result.metrics_file.parent}"]
 
 
 def _alarms(result: FitResult) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +48,10 @@ class SampledAnswers:
         )
         return cls(config, dataset, sampling, Judge(reward_fn, tokenizer, config.reward.max_failure_rate, section.run_dir))
 
-    def validate(self, rollout: Any, step: int, choose: Callable[[int, int, int], list[int]]) -> dict[str, float]:
-        """Answer the prompts that `choose` takes (trainer/run/loop.py::_validated_rows) and judge them; the samples go to the run's folder
-        `validation`."""
+    def validate(self, rollout: Any, step: int, rows: list[int], first: list[int] | None) -> dict[str, float]:
+        """Answer the prompts in these rows and judge them; the samples go to the run's folder `validation`. `first` are those of the
+        validation before the first step (trainer/ppo/validation.py::validate)."""
         own, folder = self.config.sampled, self.config.trainer.run_dir / "validation"
-        dataset: Any = Subset(self.dataset, choose(len(self.dataset), own.n, self.config.data.train_batch_size))
-        return validate(dataset, rollout, self.sampling, self.judge, step, n=own.n, batch_size=own.batch_size, folder=folder)
+        dataset: Any = Subset(self.dataset, rows)
+        options: Any = {"n": own.n, "batch_size": own.batch_size, "folder": folder, "first": first}
+        return validate(dataset, rollout, self.sampling, self.judge, step, **options)

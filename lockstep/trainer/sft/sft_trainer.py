@@ -64,7 +64,9 @@ class SFTTrainer(StageRun):
         """Loss on the validation rows under val/; of sampled answers what PPO's validation reports, under val-core/ and val-aux/."""
         metrics = super()._validate() if self.val_data is not None else {}
         if self.sampled is not None:
-            metrics |= self.sampled.validate(self.model_wg, self.global_steps, self._validated_rows)
+            count, n = len(self.sampled.dataset), self.config.sampled.n
+            rows = self._validated_rows("sampled", count, n, self.config.data.train_batch_size)
+            metrics |= self.sampled.validate(self.model_wg, self.global_steps, rows, self._first_rows("sampled", count))
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:

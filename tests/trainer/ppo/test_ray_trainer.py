@@ -411,6 +411,19 @@ def test_val_only_validates_and_trains_nothing(embedded_config):
     assert any(name.startswith("val-core/") for name in row)
 
 
+def test_a_policy_that_does_not_change_is_the_same_before_and_after(embedded_config):
+    """Although all rows are validated after the step, and a part of them before."""
+    keys = ["actor_rollout_ref.actor.optim.lr=0", "trainer.val_before_train=true", "trainer.val_before_train_samples=8"]
+    keys += ["actor_rollout_ref.rollout.val_kwargs.n=2"]  # two equal greedy answers
+    before, after = train(embedded_config(*keys, "trainer.total_training_steps=1", "trainer.test_freq=1"), POOL, HYBRID)
+    assert before["val-aux/share_of_rows"] < 1
+    found = {name: value for name, value in before.items() if name.startswith(("val-core/", "val-aux/lockstep"))}
+    first = {name.removeprefix("val-first/"): value for name, value in after.items() if name.startswith("val-first/")}
+    assert found
+    assert first == found
+    assert {name: after[name] for name in found} != found
+
+
 def test_a_reward_of_the_judges_own_does_not_hide_in_validation(embedded_config, tmp_path):
     def judge(data_source, solution_str, ground_truth):
         return {"score": 0.5, "reward": 3.0}

@@ -177,6 +177,11 @@ def test_validation_has_the_accuracy_on_each_source(trained: Path, arguments: di
     assert last["val/accuracy/easy"] > 0.9 > 0.1 > last["val/accuracy/hard"]
     assert last["val/accuracy"] == pytest.approx((40 * last["val/accuracy/easy"] + 9 * last["val/accuracy/hard"]) / 49)
     assert last["val/accuracy_low/hard"] < last["val/accuracy_high/hard"]
+    assert reward_model(arguments, tmp_path / "both", **changes, **{"trainer.val_before_train": "true"}) == 0
+    before, after = metrics(tmp_path / "both")
+    assert before["val-aux/share_of_rows"] == 16 / 49
+    found = {name: value for name, value in before.items() if name.startswith("val/")}
+    assert {name.removeprefix("val-first/"): value for name, value in after.items() if name.startswith("val-first/")} == found
 
 
 BAD_ROW = {"prompt": "abc", "chosen": "cba"}

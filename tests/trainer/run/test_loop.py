@@ -649,7 +649,7 @@ def test_without_validation_data_nothing_is_validated_or_timed(tmp_path):
 def test_the_validation_before_the_first_step_is_no_longer_than_a_step_and_says_so(tmp_path):
     class Rows(Counting):
         def _validate(self):
-            return {"val-core/rows": float(len(self._validated_rows(100, samples_per_row=2, samples_per_step=8)))}
+            return {"val-core/rows": float(len(self._validated_rows("rows", 100, samples_per_row=2, samples_per_step=8)))}
 
     def rows(name, **trainer):
         run = Rows(tmp_path / name, 2, test_freq=1, **trainer)
@@ -665,6 +665,61 @@ def test_the_validation_before_the_first_step_is_no_longer_than_a_step_and_says_
     assert not any("val-aux/share_of_rows" in metrics for metrics in later)
     assert rows("all", val_before_train_samples=-1)[0] == [100.0] * 3
     assert rows("asked", val_only=True)[0] == [100.0]
+
+
+class Sets(Counting):
+    """Validates rows of which number i has the value i + 100 a step; `sets` is the number of rows of each set."""
+
+    sets = {"rows": 10}
+
+    def _validate(self):
+        found = {}
+        for name, num_rows in self.sets.items():
+            rows, first = self._validated_rows(name, num_rows, 1, 4), self._first_rows(name, num_rows)
+            found[f"val-core/{name}"] = self._mean(rows)
+            found |= {} if first is None else {f"val-first/val-core/{name}": self._mean(first)}
+        return found
+
+    def _mean(self, rows):
+        return sum(rows) / len(rows) + 100.0 * self.global_steps
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_summary_compares_the_rows_of_before_with_the_same_rows(tmp_path, resumed):
+    """Training that changes every row by 200 changes "before" to "after" by 200, whichever rows were validated before."""
+
+    def train(name, **options):
+        if resumed:
+            Sets(tmp_path / name, 1, save_freq=1, **options).fit()
+        result = Sets(tmp_path / name, 2, save_freq=1, **options).fit()
+        after = result.validation_after
+        assert after.keys() >= {"val-core/rows"}
+        for metric, value in after.items():
+            assert value - result.validation_before[metric] == 200.0
+        return result
+
+    words = summarise(train("part"), embedded=False)
+    assert "val-core/rows: 204.500 after" in words
+    assert "on the rows that were validated before training: 3.500 before, 203.500 after" in words
+    words = summarise(train("whole", val_before_train_samples=-1), embedded=False)
+    assert "val-core/rows: 4.500 before, 204.500 after" in words
+    assert "val-first" not in (tmp_path / "whole/metrics.jsonl").read_text()
+    two = Sets.sets | {"few": 3}
+    Sets.sets, one = two, Sets.sets
+    try:
+        assert train("two").validation_after.keys() == {"val-core/rows", "val-core/few"}
+    finally:
+        Sets.sets = one
+
+
+def test_validation_data_of_another_size_are_not_compared_with_those_of_before(tmp_path):
+    for samples in (None, -1):
+        Sets(tmp_path / str(samples), 1, save_freq=1, val_before_train_samples=samples).fit()
+        other = Sets(tmp_path / str(samples), 2, save_freq=1, val_before_train_samples=samples)
+        other.sets = {"rows": 8}
+        words = summarise(other.fit(), embedded=False)
+        assert "before" not in words
+        assert "val-core/rows: 203.500 after" in words
 
 
 def test_val_only_trains_nothing(tmp_path):

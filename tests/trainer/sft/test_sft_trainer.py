@@ -66,6 +66,23 @@ def test_it_learns_and_its_folder_is_a_model(arguments: dict[str, Any], embedded
     assert "val/nll" in out.rsplit("done: 30 steps", 1)[1]
 
 
+def test_a_model_that_does_not_change_is_the_same_before_and_after(
+    arguments: dict[str, Any], embedded_task: Any, tmp_path: Path
+) -> None:
+    """Although all rows are validated after the step, and a part of them before."""
+    more = {
+        "data.val_files": write_examples(tmp_path, ["bed", "jag", "ahi"] * 2, "val.jsonl"),
+        "sampled.files": embedded_task.val_file,
+    }
+    more |= {"sampled.max_samples": 8, "sampled.max_prompt_length": 16, "sampled.max_response_length": 12, "optim.lr": 0.0}
+    assert sft(arguments, **more, **{"trainer.total_training_steps": 1, "trainer.val_before_train_samples": 2}) == 0
+    before, after = metrics(tmp_path / "run")
+    assert before["val-aux/share_of_rows"] == 0.25
+    names = ["val/nll", "val/token_accuracy", "val-core/lockstep/reverse/reward/mean@1"]
+    assert [after[f"val-first/{name}"] for name in names] == [before[name] for name in names]
+    assert after["val/nll"] != before["val/nll"]
+
+
 def test_bits_per_byte_is_the_loss_in_bits_over_the_text(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert sft(arguments, **{"trainer.total_training_steps": 1, "data.shuffle": "false"}) == 0
     (step,) = metrics(tmp_path / "run")
