@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
+from lockstep.observability.spans import progress
+from lockstep.observability.waiting import shown_waits
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 from lockstep.utils.garbage import frozen_objects
 
@@ -34,7 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0 chooses a free one (default: 8000)")
-    parser.add_argument("--name", help="the model's name for clients (default: MODEL as given)")
+    parser.add_argument(
+        "--served-model-name", "--name", dest="name", metavar="NAME", help="the model's name for clients (default: MODEL as given)"
+    )
+    parser.add_argument(
+        "--allowed-hosts", nargs="+", default=[], metavar="NAME",
+        help="names in the Host header that are answered without a key, beside addresses, localhost and this machine's name; '*': any",
+    )  # fmt: skip
     parser.add_argument("--api-key", metavar="KEY", help=f"what clients must send; better as {_KEY}, which other users cannot see")
     parser.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait (default: 1024)")
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="longest time of a request (default: 600)")
@@ -68,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
 
         if options.follow and (options.engine != "native" or find_model(options.model).step is None):
             raise ConfigError("--follow needs a run's folder as MODEL, and --engine native")
-        loaded = load_model_of(options)
+        print(f"loading {options.model}", file=sys.stderr, flush=True)
+        with shown_waits(sys.stderr, sys.stderr.isatty()), progress(f"loading {options.model}"):
+            loaded = load_model_of(options)
         own = ServerOptions(
             name=options.name or options.model,
             api_key=api_key,
@@ -76,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             timeout_s=options.timeout_s,
             max_body_bytes=options.max_body_bytes,
             num_tokens=options.num_tokens,
+            allowed_hosts=[options.host, *options.allowed_hosts],
             newer=partial(newer_weights, options.model) if options.follow else None,
         )
         server = Server(loaded, own)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -19,11 +19,11 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import LockstepError
 from lockstep.tools.serve.answers import Answers, NoAnswer, event
 from lockstep.tools.serve.desk import Desk, EngineBroken, Order
-from lockstep.tools.serve.fields import BadRequest, Fields
+from lockstep.tools.serve.fields import BadRequest, Fields, shortened
 from lockstep.tools.serve.gate import Gate, TooLate, error_answer
 from lockstep.tools.serve.metrics import Metrics
 from lockstep.tools.serve.prompts import PromptReader, requests_of
-from lockstep.tools.serve.protocol import Call, read_chat, read_completion, read_tokenize
+from lockstep.tools.serve.protocol import Call, GivenPrompt, TokenizeCall, read_chat, read_completion, read_tokenize
 from lockstep.tools.serve.text import Vocabulary
 from lockstep.workers.rollout.request import Completion
 
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from lockstep.workers.rollout.stream import Stream
 
 
+_Answer = TypeVar("_Answer")
+_LONG_BODY = 1 << 16
+"""Bytes from which on a body is read in a thread of its own, so that it holds up no shorter one."""
+_MOST_IDS = 1 << 16
+"""Ids that /detokenize takes, or as many as the context holds."""
+_LONGEST_TEXT = 1 << 20
+"""Characters that /tokenize takes, or more where the context may hold more."""
 _READ_ON = 64
 """How many times the longest body is read, and thrown away, before the connection is cut: who still sends does not see the answer."""
 
@@ -56,6 +63,8 @@ class ServerOptions:
     newer: Callable[[LoadedModel], NewerWeights | None] | None = None
     """Looks for newer weights, every `follow_s`."""
     follow_s: float = 10.0
+    allowed_hosts: Sequence[str] = ()
+    """Names by which clients may call the server, beside addresses and those of this machine; "*": any."""
 
 
 class _Events(StreamingResponse):
@@ -80,10 +89,11 @@ class Server:
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self.loaded, self.options, self.metrics = loaded, options, Metrics()
         engine = loaded.engine
-        # The engine's thread, the reader's thread and the event loop each have a tokenizer of their own: one is not safe in several.
+        # The engine's thread, those that read prompts and the event loop each have a tokenizer of their own: one is not safe in several.
         self._reader = PromptReader(copy.deepcopy(loaded.tokenizer), engine.vocabulary, engine.context)
+        self._long_reader = PromptReader(copy.deepcopy(loaded.tokenizer), engine.vocabulary, engine.context)
         self._vocabulary = Vocabulary(copy.deepcopy(loaded.tokenizer))
-        self._reading = ThreadPoolExecutor(1, "reader")
+        self._threads = {reader: ThreadPoolExecutor(1, "reader") for reader in (self._reader, self._long_reader)}
         self._created = int(time.time())
         self.routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -98,7 +108,12 @@ class Server:
         ]
         paths = frozenset(route.path for route in self.routes)
         self.app: ASGIApp = Gate(
-            Router(self.routes, lifespan=self._lifespan), self.metrics, paths, options.api_key, options.timeout_s
+            Router(self.routes, lifespan=self._lifespan),
+            self.metrics,
+            paths,
+            options.api_key,
+            options.timeout_s,
+            options.allowed_hosts,
         )
 
     @asynccontextmanager
@@ -111,7 +126,8 @@ class Server:
             if following is not None:
                 following.cancel()
             await self.desk.close()
-            self._reading.shutdown(wait=False)
+            for thread in self._threads.values():
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def give_up(self) -> None:
         """Answer whoever waits with an error, now: the server ends. On the event loop."""
@@ -155,26 +171,44 @@ class Server:
 
     async def _answer(self, request: Request, read: Callable[[bytes], Call]) -> Response:
         deadline = asyncio.get_running_loop().time() + self.options.timeout_s
-        try:
-            async with asyncio.timeout_at(deadline):
-                call = read(await self._body(request))
-                self._check_model(call.model)
-                prompts = await self._read(self._reader.read, call)
-                self._check_size(len(prompts) * call.n)
-                order = await self.desk.order(requests_of(call, prompts, self.loaded.stop_token_ids, self._reader.context))
+        async with self._until(deadline):
+            body = await self._body(request)
+            call = read(body)
+            self._check_model(call.model)
+            with self._place((1 if call.is_chat else len(call.prompts)) * call.n) as order:
+                prompts = await self._unless_gone(request, self._read(self._reader_of(body), call))
+                requests = requests_of(call, prompts, self.loaded.stop_token_ids, self._reader.context)
+                await self._unless_gone(request, order.submit(requests))
                 answers = Answers(call, prompts, self.options.name, self._vocabulary)
                 self.metrics.num_prompt_tokens += sum(map(len, prompts))
                 if call.stream:
                     return _Events(order, self._events(order, answers, deadline))
-                try:
-                    completions = await self._unless_gone(request, self._collect(order))
-                finally:
-                    order.close()
+                completions = await self._unless_gone(request, self._collect(order))
+                order.close()
+        whole = answers.whole(completions)
+        self._count(answers, deadline)
+        return JSONResponse(whole)
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Raises TooLate at the deadline."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
         except TimeoutError as error:
             raise TooLate(f"the request took longer than {self.options.timeout_s:g} s, the server's --timeout-s") from error
-        body = answers.whole(completions)
-        self._count(answers, deadline)
-        return JSONResponse(body)
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[Order]:
+        """An order in the queue; closed when what is inside raises. Raises BadRequest, QueueFull, EngineBroken."""
+        if count > self.desk.most_open:
+            raise BadRequest(f"the call asks for {count} answers; this server computes at most {self.desk.most_open}", "n")
+        order = self.desk.admit(count)
+        try:
+            yield order
+        except BaseException:
+            order.close()
+            raise
 
     async def _collect(self, order: Order) -> list[Completion]:
         """The completions in the order of the call."""
@@ -251,18 +285,31 @@ class Server:
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", self.options.name):
             raise BadRequest(
-                f"the model {name!r} is not served here; this server has {self.options.name!r}", "model", 404, "model_not_found"
+                f"the model {shortened(name)!r} is not served here; this server has {self.options.name!r}",
+                "model",
+                404,
+                "model_not_found",
             )
 
-    def _check_size(self, count: int) -> None:
-        if count > self.desk.most_open:
-            raise BadRequest(f"the call asks for {count} answers; this server computes at most {self.desk.most_open}", "n")
+    def _reader_of(self, body: bytes) -> PromptReader:
+        return self._reader if len(body) < _LONG_BODY else self._long_reader
 
-    async def _read(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In the thread of the tokenizer: a long text would hold up everybody else."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, function, *arguments)
+    async def _read(self, reader: PromptReader, call: Call) -> list[list[int]]:
+        """The ids of each prompt. Others' prompts are read between those of one call, and none that is not waited for any more."""
+        prompts: Sequence[GivenPrompt] = call.prompts
+        if call.messages is not None:
+            prompts = [await self._in_thread(reader, reader.render, call.messages, call.tools, call.template_kwargs)]
+        found = []
+        for number, prompt in enumerate(prompts):
+            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            found.append(await self._in_thread(reader, reader.read, name, prompt, call.add_special_tokens))
+        return found
 
-    async def _unless_gone(self, request: Request, answer: Any) -> list[Completion]:
+    async def _in_thread(self, reader: PromptReader, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In the reader's thread: a long text would hold up everybody else."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[reader], function, *arguments)
+
+    async def _unless_gone(self, request: Request, answer: Awaitable[_Answer]) -> _Answer:
         """The answer. Raises ClientDisconnect when the client goes away first."""
         working, watching = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
         try:
@@ -273,6 +320,7 @@ class Server:
         finally:
             working.cancel()
             watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
 
     # -- the rest ------------------------------------------------------------------------------------------------------------------
 
@@ -287,23 +335,41 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the ids of a text or a conversation"""
-        call = read_tokenize(await self._body(request))
-        self._check_model(call.model)
+        async with self._until(asyncio.get_running_loop().time() + self.options.timeout_s):
+            body = await self._body(request)
+            call = read_tokenize(body)
+            self._check_model(call.model)
+            with self._place(1) as order:
+                ids = await self._unless_gone(request, self._tokenize(self._reader_of(body), call))
+                order.close()
+        return JSONResponse({"count": len(ids), "max_model_len": self._reader.context, "tokens": ids})
+
+    async def _tokenize(self, reader: PromptReader, call: TokenizeCall) -> list[int]:
         text = call.prompt
         if call.messages is not None:
-            text = await self._read(self._reader.render, call.messages, call.tools, call.template_kwargs)
-        ids = await self._read(self._reader.encode, text, call.add_special_tokens)
-        return JSONResponse({"count": len(ids), "max_model_len": self._reader.context, "tokens": ids})
+            text = await self._in_thread(reader, reader.render, call.messages, call.tools, call.template_kwargs)
+        assert text is not None
+        most = max(_LONGEST_TEXT, reader.most_characters or 0)
+        if len(text) > most:
+            raise BadRequest(f"the text has {len(text)} characters; expected at most {most}: send it in parts", "prompt")
+        ids: list[int] = await self._in_thread(reader, reader.encode, text, call.add_special_tokens)
+        return ids
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of token ids"""
-        fields = Fields(await self._body(request))
-        self._check_model(fields.text("model"))
-        ids = fields.integers("tokens", self.options.max_body_bytes)
-        fields.finish()
-        if not all(0 <= token < self.loaded.engine.vocabulary for token in ids):
-            raise BadRequest("tokens has an id that the model does not know", "tokens")
-        return JSONResponse({"prompt": self._vocabulary.tokenizer.decode(list(ids))})
+        async with self._until(asyncio.get_running_loop().time() + self.options.timeout_s):
+            body = await self._body(request)
+            fields = Fields(body)
+            self._check_model(fields.text("model"))
+            ids = fields.integers("tokens", max(_MOST_IDS, self._reader.context or 0))
+            fields.finish()
+            if not all(0 <= token < self.loaded.engine.vocabulary for token in ids):
+                raise BadRequest("tokens has an id that the model does not know", "tokens")
+            with self._place(1) as order:
+                reader = self._reader_of(body)
+                text = await self._unless_gone(request, self._in_thread(reader, reader.decode, ids))
+                order.close()
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: what a client needs to prepare prompts as text"""

@@ -2,10 +2,11 @@
 
 ```text
 event loop                                      the engine's thread
-Desk.order -> Stream.add                        Stream.next, again and again: runs the passes
+Desk.admit -> Order: counts in the queue
+Order.submit -> Stream.add                      Stream.next, again and again: runs the passes
 Order.next <- _deliver <- call_soon_threadsafe  <- Tokens, Completion, or why it broke
 Order.close -> Stream.abort
-Desk.change -> new orders wait                  when nothing is in flight: the change, then another stream
+Desk.change -> Order.submit waits               when nothing is in flight: the change, then another stream
 ```
 """
 
@@ -41,15 +42,24 @@ class QueueFull(Exception):
 
 
 class Order:
-    """The requests of one call, until each has its completion or the call is given up."""
+    """The requests of one call, until each has its completion or the call is given up.
 
-    def __init__(self, desk: Desk) -> None:
+    `size` requests count in the queue from the start, also before they are submitted. Close it, however the call ends.
+    """
+
+    def __init__(self, desk: Desk, size: int) -> None:
         self._desk = desk
+        self.size = size
+        """Requests, each of which gets one completion."""
+        self.num_held = size
+        """Requests that are not submitted yet."""
         self._answers: asyncio.Queue[tuple[int, Completion | Tokens] | EngineBroken] = asyncio.Queue()
         self.open: dict[int, int] = {}
         """Index in the stream -> place in the call, of requests without a completion."""
-        self.size = 0
-        """Requests, each of which gets one completion."""
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Give all requests to the engine; waits while it is changed. Raises EngineBroken."""
+        await self._desk.submit(self, requests)
 
     async def next(self) -> tuple[int, Completion | Tokens]:
         """What came next, and the place in the call of the request that it answers. Raises EngineBroken."""
@@ -60,6 +70,7 @@ class Order:
 
     def close(self) -> None:
         """Give up what has no completion."""
+        self._desk.release(self)
         for index in self.open:
             self._desk.stream.abort(index)
 
@@ -97,32 +108,33 @@ class Desk:
 
     @property
     def num_open(self) -> int:
-        """Requests without a completion."""
-        return len(self._orders)
+        """Requests without a completion, also those that wait for their prompts to be read."""
+        return len(self._orders) + self._num_held
 
-    async def order(self, requests: Sequence[Request]) -> Order:
-        """Queue requests, all of them or none; waits while the engine is changed. Raises QueueFull, EngineBroken."""
-        if not self._admits.is_set():
-            self._check_room(len(requests))
-            self._num_held += len(requests)
-            try:
-                await self._admits.wait()
-            finally:
-                self._num_held -= len(requests)
+    def admit(self, count: int) -> Order:
+        """A place in the queue for so many requests. Raises QueueFull, EngineBroken."""
         if self.broken is not None:
             raise EngineBroken(self.broken)
-        self._check_room(len(requests))
-        order = Order(self)
+        if self.num_open + count > self.most_open:
+            raise QueueFull(f"{self.num_open} requests are running or waiting, {self.most_open} may; try again later")
+        self._num_held += count
+        return Order(self, count)
+
+    async def submit(self, order: Order, requests: Sequence[Request]) -> None:
+        """See Order.submit."""
+        await self._admits.wait()
+        if self.broken is not None:
+            raise EngineBroken(self.broken)
+        self.release(order)
         for place, request in enumerate(requests):
             index = self.stream.add(request)  # its answers come by way of the event loop, so not before this function is left
-            order.open[index], self._orders[index] = place, order
-        order.size = len(requests)
-        return order
+            order.open[index] = place
+            self._orders[index] = order
 
-    def _check_room(self, count: int) -> None:
-        num_here = self.num_open + self._num_held
-        if num_here + count > self.most_open:
-            raise QueueFull(f"{num_here} requests are running or waiting, {self.most_open} may; try again later")
+    def release(self, order: Order) -> None:
+        """The requests of the order that are not submitted count no more."""
+        self._num_held -= order.num_held
+        order.num_held = 0
 
     async def change(self, function: Callable[[], None]) -> None:
         """Call `function` in the engine's thread when nothing is in flight; it may change weights. If it raises, the engine is broken.

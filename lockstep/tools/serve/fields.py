@@ -14,6 +14,8 @@ class BadRequest(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
 
+_LONGEST_SHOWN = 80
+"""Characters of a client's value that an error message shows."""
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
 )
@@ -63,7 +65,7 @@ class Fields:
         if not is_integer(value):
             raise BadRequest(f"{name} is {_kind(value)}; expected an integer", name)
         if not low <= value <= high:
-            raise BadRequest(f"{name}={value} is out of range; expected {low} to {high}", name)
+            raise BadRequest(f"{name}={shortened(value)} is out of range; expected {low} to {high}", name)
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
@@ -73,7 +75,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(f"{name} is {_kind(value)}; expected a number", name)
         if not (low <= value <= high) or not math.isfinite(value):
-            raise BadRequest(f"{name}={value} is out of range; expected {low:g} to {high:g}", name)
+            raise BadRequest(f"{name}={shortened(value)} is out of range; expected {low:g} to {high:g}", name)
         return float(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -110,7 +112,13 @@ class Fields:
         """Raise BadRequest for the first field that nobody has read, unless it is null."""
         for name, value in self._values.items():
             if name not in self._read and value is not None:
-                raise BadRequest(f"the field {name!r} is not known here", name, code="unknown_parameter")
+                raise BadRequest(f"the field {shortened(name)} is not known here", shortened(name), code="unknown_parameter")
+
+
+def shortened(value: Any) -> str:
+    """A value that a client sent, for an error message: its beginning."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def is_integer(value: Any) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
+import socket
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
@@ -13,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from lockstep.tools.serve.answers import NoAnswer, error_body
 from lockstep.tools.serve.desk import EngineBroken, QueueFull, ShuttingDown
-from lockstep.tools.serve.fields import BadRequest
+from lockstep.tools.serve.fields import BadRequest, shortened
 from lockstep.tools.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -32,10 +35,19 @@ class TooLate(Exception):
 
 
 class Gate:
-    """Checks the key, limits the time, answers what handlers raise, counts what is answered."""
+    """Checks the key and the Host header, limits the time, answers what handlers raise, counts what is answered."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], api_key: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: frozenset[str],
+        api_key: str | None,
+        timeout_s: float,
+        allowed_hosts: Sequence[str],
+    ) -> None:
         self._app, self._metrics, self._paths, self._timeout_s = app, metrics, paths, timeout_s
+        self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in allowed_hosts)}
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +81,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_host(scope)
             self._check_key(scope)
             # With an app in the scope, starlette raises what it would otherwise answer itself.
             await self._app({**scope, "app": self}, receive, watched)
@@ -79,6 +92,24 @@ class Gate:
                 raise
             await error_response(error)(scope, receive, send)
 
+    def _check_host(self, scope: Scope) -> None:
+        """Raise BadRequest for a name that is not known to be this machine's.
+
+        The browser of a user of this machine takes a page of that name for a part of this server when the name is made to lead here. An
+        address is not such a name, and with a key the page cannot ask for anything.
+        """
+        if self._expected is not None or "*" in self._hosts:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1").lower()
+        name = given.rpartition(":")[0] if given.rpartition(":")[2].isdecimal() else given
+        if name not in self._hosts and not _is_address(name):
+            raise BadRequest(
+                f"the Host header names {shortened(name)!r}, which this server does not answer for; start it with "
+                "--allowed-hosts NAME, or use its address",
+                status=403,
+                code="host_not_allowed",
+            )
+
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return
@@ -87,6 +118,14 @@ class Gate:
             raise BadRequest(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
             )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+    except ValueError:
+        return False
+    return True
 
 
 def error_response(error: Exception) -> JSONResponse:

@@ -11,7 +11,7 @@ import torch
 from lockstep.config.sampling import SamplingParams
 from lockstep.data.conversations import ChatTemplate, read_messages
 from lockstep.errors import ConfigError, DataError
-from lockstep.tools.serve.fields import BadRequest
+from lockstep.tools.serve.fields import BadRequest, shortened
 from lockstep.tools.serve.protocol import Call, GivenPrompt
 from lockstep.workers.rollout.request import Request
 
@@ -23,22 +23,35 @@ class PromptReader:
     """Tokenises for a model of this vocabulary and context. For one thread at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None) -> None:
-        self._tokenizer, self._vocabulary, self.context = tokenizer, vocabulary, context
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self.context = context
+        longest_token = max(map(len, tokenizer.get_vocab()))
+        self.most_characters = None if context is None else context * longest_token
+        """A longer text has more tokens than the context holds."""
         self._template = ChatTemplate(tokenizer, {})
 
-    def read(self, call: Call) -> list[list[int]]:
-        """The ids of each prompt of a call. Raises BadRequest for one that the model cannot continue."""
-        prompts: Sequence[GivenPrompt] = call.prompts
-        if call.messages is not None:
-            prompts = [self.render(call.messages, call.tools, call.template_kwargs)]
-        read = [self.encode(prompt, call.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]
-        for number, ids in enumerate(read):
-            self._check(f"prompt {number}" if len(read) > 1 else "the prompt", ids)
-        return read
+    def read(self, name: str, prompt: GivenPrompt, add_special_tokens: bool) -> list[int]:
+        """The ids of a prompt, which errors call `name`. Raises BadRequest for one that the model cannot continue."""
+        if isinstance(prompt, str):
+            if self.most_characters is not None and len(prompt) > self.most_characters:
+                raise BadRequest(
+                    f"{name} has {len(prompt)} characters; the model's context holds {self.context} tokens, of at most "
+                    f"{self.most_characters} characters",
+                    "prompt",
+                    code="context_length_exceeded",
+                )
+            prompt = self.encode(prompt, add_special_tokens)
+        self._check(name, prompt)
+        return prompt
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer.decode(list(ids)))
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any]) -> str:
         """A conversation as the model's own template writes it, in training too. Raises BadRequest where it has none, or refuses it."""
@@ -54,7 +67,7 @@ class PromptReader:
             raise BadRequest(f"{name} has no tokens; it needs one or more", "prompt")
         wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
-            raise BadRequest(f"{name} has token {wrong}; the model knows 0 to {self._vocabulary - 1}", "prompt")
+            raise BadRequest(f"{name} has token {shortened(wrong)}; the model knows 0 to {self._vocabulary - 1}", "prompt")
         if self.context is not None and len(ids) >= self.context:
             raise BadRequest(
                 f"{name} has {len(ids)} tokens; the model's context holds {self.context}, one of them for the answer",

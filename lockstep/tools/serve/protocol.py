@@ -17,6 +17,8 @@ MOST_PROMPTS = 1024
 MOST_TOP = 20
 """Most likely tokens that can be asked for at a place."""
 MOST_STOPS = 64
+LEAST_TEMPERATURE = 1e-20
+"""Beside 0. Logits divided by much less are not finite in float32."""
 _LARGE = 2**31 - 1
 
 GivenPrompt = str | list[int]
@@ -243,7 +245,7 @@ def _drawing(fields: Fields, max_tokens: int | None) -> Drawing:
     top_k = fields.integer("top_k", -1, _LARGE, -1)
     assert top_k is not None
     return Drawing(
-        temperature=fields.number("temperature", 0.0, 100.0, 1.0),
+        temperature=_temperature(fields),
         top_p=fields.number("top_p", 1e-6, 1.0, 1.0),
         top_k=top_k or -1,
         min_p=fields.number("min_p", 0.0, 1.0, 0.0),
@@ -256,6 +258,16 @@ def _drawing(fields: Fields, max_tokens: int | None) -> Drawing:
         ignore_eos=fields.flag("ignore_eos"),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
     )
+
+
+def _temperature(fields: Fields) -> float:
+    temperature = fields.number("temperature", 0.0, 100.0, 1.0)
+    if 0.0 < temperature < LEAST_TEMPERATURE:
+        raise BadRequest(
+            f"temperature={temperature} is out of range; expected 0 (the likeliest tokens), or {LEAST_TEMPERATURE:g} to 100",
+            "temperature",
+        )
+    return temperature
 
 
 def _n(fields: Fields) -> int:

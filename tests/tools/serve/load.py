@@ -222,7 +222,7 @@ class Crowd:
     def _head(self, path: str, length: int) -> bytes:
         lines = [
             f"POST {path} HTTP/1.1",
-            "Host: x",
+            "Host: localhost",
             "Connection: close",
             "Content-Type: application/json",
             f"Content-Length: {length}",
@@ -253,7 +253,7 @@ async def idle(port: int) -> dict[str, float]:
     async with asyncio.timeout(HANG_S):
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             lines = (await reader.read()).decode().splitlines()
             writer.close()
             found = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("lockstep_")}

@@ -184,6 +184,29 @@ def test_sampling_follows_the_seed(client):
     assert texts() != texts()
 
 
+def test_log_probs_at_the_lowest_temperature_are_numbers(client):
+    answer = client.complete(prompt="abc", max_tokens=3, temperature=1e-20, logprobs=5, seed=1, ignore_eos=True)
+    likely = client.complete(prompt="abc", max_tokens=3, temperature=0, logprobs=0, ignore_eos=True)
+    found = answer["choices"][0]["logprobs"]
+    assert found["tokens"] == likely["choices"][0]["logprobs"]["tokens"]
+    assert found["token_logprobs"] == [0.0, 0.0, 0.0]
+    assert all(len(top) == 5 and min(top.values()) < -1e15 for top in found["top_logprobs"])
+
+
+def test_a_value_that_is_wrong_is_not_sent_back_whole(client):
+    long = "9" * 4000
+    for body in (
+        f'{{"prompt": "a", "max_tokens": {long}}}',
+        f'{{"prompt": "a", "model": "{long}"}}',
+        f'{{"prompt": "a", "{long}": 1}}',
+        f'{{"prompt": [{long}]}}',
+        f'{{"prompt": "a", "seed": "{long}"}}',
+    ):
+        response = client.open("POST", "/v1/completions", body.encode())
+        assert response.status in (400, 404)
+        assert len(response.read()) < 600
+
+
 def test_stop_strings_end_the_text_before_them(client):
     body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     whole = client.complete(**body)["choices"][0]["text"]

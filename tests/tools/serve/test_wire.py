@@ -31,7 +31,7 @@ def head(body: bytes, *lines: str, version: str = "1.1") -> bytes:
 
 def whole(*lines: str, version: str = "1.1", **more: object) -> bytes:
     body = json.dumps(ASK | more).encode()
-    return head(body, "Host: x", f"Content-Length: {len(body)}", *lines, version=version)
+    return head(body, "Host: localhost", f"Content-Length: {len(body)}", *lines, version=version)
 
 
 def exchange(client, *pieces: bytes, half_close: bool = False) -> bytes:
@@ -72,7 +72,7 @@ def test_a_head_that_does_not_come_to_its_end_closes_the_connection(client, monk
 
 def test_so_does_the_head_of_a_second_request(client, monkeypatch):
     with socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         found = b""
         while not found.endswith(b'{"status":"ok"}'):
             found += connection.recv(65536)
@@ -84,7 +84,7 @@ def test_so_does_the_head_of_a_second_request(client, monkeypatch):
 def test_a_request_may_take_longer_than_its_head(client, monkeypatch, expected):
     monkeypatch.setattr(wire, "HEAD_S", 0.05)
     with socket.create_connection(("127.0.0.1", client.port), HANG_S) as slow:
-        slow.sendall(head(b"{", "Host: x", "Content-Length: 90", "Connection: close"))
+        slow.sendall(head(b"{", "Host: localhost", "Content-Length: 90", "Connection: close"))
         assert exchange(client, b"").endswith(wire._LATE), "so much time has passed"
         slow.sendall(json.dumps(ASK).encode()[1:].ljust(89))
         assert texts(rest(slow)) == [expected]
@@ -105,7 +105,7 @@ def test_an_old_client_is_answered_and_its_stream_ends_with_the_connection(clien
 def test_a_body_in_chunks_of_any_size_is_one_body(client, expected):
     data = json.dumps(ASK).encode()
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (data[:1], data[1:4], data[4:])) + b"0\r\n\r\n"
-    start = ("Host: x", "Transfer-Encoding: chunked", "Connection: close")
+    start = ("Host: localhost", "Transfer-Encoding: chunked", "Connection: close")
     assert texts(exchange(client, head(b"", *start), *(chunks[i : i + 1] for i in range(len(chunks))))) == [expected]
     assert exchange(client, head(b"zz\r\n", *start)).startswith(b"HTTP/1.1 400")
 
@@ -114,11 +114,11 @@ def test_a_body_in_chunks_of_any_size_is_one_body(client, expected):
     "sent",
     [
         whole("X: " + "a" * 700_000),
-        b"GET /" + b"a" * 700_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 700_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         head(b"{}", "Content-Length: 2"),
         whole("Content-Length: 3"),
-        head(b"{}", "Host: x", "Content-Length: -1"),
+        head(b"{}", "Host: localhost", "Content-Length: -1"),
     ],
     ids=["long header", "long path", "TLS", "no host", "two lengths", "negative length"],
 )
@@ -142,7 +142,7 @@ def test_another_content_type_is_refused(client, kind):
 
 
 def test_the_length_may_be_longer_than_what_is_sent_and_the_method_another(client):
-    assert exchange(client, head(b"{", "Host: x", "Content-Length: 9"), half_close=True) == b""
+    assert exchange(client, head(b"{", "Host: localhost", "Content-Length: 9"), half_close=True) == b""
     assert client.get("/v1/completions")[0] == 405
     assert client.open("HEAD", "/health").status == 200
     assert client.post("/health", {})[0] == 405
