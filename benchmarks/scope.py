@@ -46,7 +46,7 @@ MOVED = {
     "algorithms/advantages/group_others.py": ["algorithms/advantages/group.py"],
     "algorithms/policy_losses/clipped.py": ["algorithms/policy_losses/per_token.py"],
     "checkpoint/saver.py": ["checkpoint/folders.py"],
-    "compat/verl/core_algos.py": ["compat/verl.py"],
+    "compat/core_algos.py": ["compat/verl.py"],
     "data/text_sizes.py": ["data/rl_dataset.py", "data/encoder.py"],
     "data/token_bound.py": ["data/encoder.py"],
     "data/truncate.py": ["data/encoder.py"],

@@ -1,17 +1,15 @@
-"""Lockstep trains language models with reinforcement learning. `lockstep.DataProto` is imported on first use, so that importing the
-package (and `lockstep --help`) does not pay for torch."""
+"""Lockstep trains language models with reinforcement learning.
+
+`lockstep.DataProto` is imported on first use, so that importing the package (and `lockstep --help`) does not pay for torch.
+"""
 
 from typing import TYPE_CHECKING, Any
-
-from lockstep.compat.verl.names import install as _install_verls_names
 
 if TYPE_CHECKING:
     from lockstep.protocol import DataProto
 
 __all__ = ["DataProto", "__version__"]
 __version__ = "0.1.0"
-
-_install_verls_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "replay": ("lockstep.tools.replay", "repeat the step of a capsule here, and name the first metric that differs"),
     },
     "coming from verl": {
-        "verl-keys": ("lockstep.compat.verl.command", "turn a verl script or YAML file into a Lockstep command, key by key"),
+        "verl-keys": ("lockstep.compat.verl_keys.command", "turn a verl script or YAML file into a Lockstep command, key by key"),
     },
 }
 """Group in the help -> command -> the module whose `main(arguments) -> exit status` it is, and what it does."""

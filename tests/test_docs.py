@@ -14,7 +14,7 @@ import pytest
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
-from lockstep.compat.verl.keys import judge
+from lockstep.compat.verl_keys.keys import judge
 from lockstep.config.load import check_key, valid_keys
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser

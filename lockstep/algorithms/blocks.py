@@ -13,8 +13,10 @@ from lockstep.algorithms.advantages import AdvantageEstimator, bind_estimator
 from lockstep.algorithms.masked import masked_mean
 from lockstep.algorithms.padded_call import PER_ROW
 from lockstep.algorithms.policy_losses import bind_policy_loss, bind_prepare, clip_cov, get_policy_loss
-from lockstep.algorithms.policy_losses.aggregated import BLOCKS
 from lockstep.algorithms.rows import Rows
+
+BLOCKS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+"""What a policy loss reads of a batch, in verl's order."""
 
 
 def estimate(estimator: AdvantageEstimator, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""What exists for the names of others."""
+"""What users of other libraries bring. Nothing here runs in a step."""

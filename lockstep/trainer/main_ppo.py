@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.compat.verl.command import check_arguments, from_verl
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
+from lockstep.errors import ConfigError
 from lockstep.trainer.run.program import read_run, read_tokenizer, run_program, worker_group
 from lockstep.trainer.run.setup import check_engines, fitted_to_models, reward_arguments, with_embedded_task
 from lockstep.utils.printable import say
@@ -32,9 +32,16 @@ def main(arguments: Sequence[str] | None = None, algorithm: str = "ppo") -> int:
 def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo") -> PPOConfig:
     """The configuration that the command line describes."""
     if "--from-verl" in overrides:
+        from lockstep.compat.verl_keys.command import from_verl
+
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
-    check_arguments(overrides, config_file)
-    return read_run(PPOConfig, overrides, config_file, algorithm)
+    try:
+        return read_run(PPOConfig, overrides, config_file, algorithm)
+    except ConfigError:
+        from lockstep.compat.verl_keys.command import check_arguments
+
+        check_arguments(overrides, config_file)  # if keys are verl's, its error says so
+        raise
 
 
 def run(config: PPOConfig) -> None:

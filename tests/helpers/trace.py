@@ -19,7 +19,6 @@ FORMULA = "clipped_surrogate"
 PADS = ("Ragged.pad", "Rows.pad")
 UNPADS = ("Ragged.from_padded", "Rows.unpad")
 PACKING = PACKAGE + "models/packing.py"
-IMPORT_HOOK = PACKAGE + "compat/aliases.py"
 
 
 class StepTrace:
@@ -89,15 +88,13 @@ def trace() -> Iterator[list[StepTrace]]:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal inside
         code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE) or code.co_filename == IMPORT_HOOK:
+        if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
             return
         if code.co_qualname == STEP:
             inside = event == "call"
             if inside:
                 steps.append(StepTrace())
-        if (
-            event == "call" and inside and code.co_name != "<module>"
-        ):  # an import runs a file and our hook, but is no part of a step
+        if event == "call" and inside and code.co_name != "<module>":  # an import runs a file, but is no part of a step
             steps[-1].note(frame)
 
     threading.setprofile(profile)

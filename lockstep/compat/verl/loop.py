@@ -1,23 +1,21 @@
 """verl's trainer for a class that has its own `fit`: verl's attributes, and worker calls on whole batches, over Lockstep's trainer.
 
-`class RayDAPOTrainer(RayPPOTrainer)` with a `fit` gets `VerlTrainer` as its base (`adopt`); a class without one stays Lockstep's. The
-stages are those of `trainer.ppo.stages`; the order, the metrics and when to save are what the class's `fit` says.
+`class RayDAPOTrainer(RayPPOTrainer)` with a `fit` takes its `RayPPOTrainer` from `lockstep.compat.verl`, which is `VerlTrainer`. The
+stages are those of `trainer.ppo.stages`; the class's `fit` decides on the order, the metrics and when to save.
 """
 
 import atexit
 import dataclasses
-from abc import ABC
+import importlib.util
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.compat.verl import functions
-from lockstep.compat.verl.command import our_config
+from lockstep.compat.verl_keys.command import our_config
 from lockstep.config import PPOConfig
 from lockstep.data.padded import prompt_loader
 from lockstep.protocol import DataProto, Ragged
@@ -38,44 +36,81 @@ _POOL = "global_pool"
 _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid", "raw_prompt")
 
 
-def adopt(trainer_class: type) -> None:
-    """Put VerlTrainer in the place of Lockstep's trainer under a new class that has its own `fit`."""
-    if "fit" in vars(trainer_class):
-        trainer_class.__bases__ = tuple(VerlTrainer if base is RayPPOTrainer else base for base in trainer_class.__bases__)
+class VerlTrainer:
+    """The attributes and methods that verl's `fit` uses, over `inner`, which is Lockstep's trainer.
 
+    `config` keeps verl's keys; `inner.config` is what they mean here (`lockstep verl-keys`).
+    """
 
-class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged for others like them)
-    """The attributes and methods that verl's `fit` uses, over `inner`, which is Lockstep's trainer. `config` stays what it was given as,
-    with verl's keys; `inner.config` is what they mean here (`lockstep verl-keys`)."""
-
-    async_rollout_mode, ref_in_actor, hybrid_engine = True, False, True
+    async_rollout_mode = True
+    ref_in_actor = False
+    hybrid_engine = True
 
     def __init__(
-        self, config: Any, tokenizer: Any, role_worker_mapping: Mapping[Enum, Any], resource_pool_manager: Any,
-        ray_worker_group_cls: Any = RayWorkerGroup, processor: Any = None, reward_fn: Any = None, val_reward_fn: Any = None,
-        train_dataset: Any = None, val_dataset: Any = None, collate_fn: Any = None, train_sampler: Any = None, device_name: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Enum, Any],
+        resource_pool_manager: Any,
+        ray_worker_group_cls: Any = RayWorkerGroup,
+        processor: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Any = None,
+        train_sampler: Any = None,
+        device_name: Any = None,
+    ) -> None:
         ours = our_config(config)
         self.config = config if isinstance(config, DictConfig) else OmegaConf.create(dataclasses.asdict(ours))
-        self.tokenizer, self.resource_pool_manager, self._scores = tokenizer, resource_pool_manager, reward_fn is None
+        self.tokenizer = tokenizer
+        self.resource_pool_manager = resource_pool_manager
+        self._scores = reward_fn is None
         roles = {role: ClassWithInitArgs(worker).cls for role, worker in role_worker_mapping.items()}
         self.reward_fn = reward_fn or functions.load_reward_manager(ours, tokenizer)
         self.val_reward_fn = val_reward_fn or functions.load_reward_manager(ours, tokenizer, num_examine=1)
         self.inner = RayPPOTrainer(
-            ours, tokenizer, roles, resource_pool_manager, ray_worker_group_cls, self.reward_fn, self.val_reward_fn, train_dataset,
+            ours,
+            tokenizer,
+            roles,
+            resource_pool_manager,
+            ray_worker_group_cls,
+            self.reward_fn,
+            self.val_reward_fn,
+            train_dataset,
             val_dataset,
-        )  # fmt: skip
-        self.use_critic, self.use_rm, self.use_reference_policy = ours.use_critic, ours.reward_model.enable, ours.use_reference
-        self.kl_ctrl_in_reward, self.train_dataset = self.inner.kl_control, self.inner.train_dataset
+        )
+        self.use_critic = ours.use_critic
+        self.use_rm = ours.reward_model.enable
+        self.use_reference_policy = ours.use_reference
+        self.kl_ctrl_in_reward = self.inner.kl_control
+        self.train_dataset = self.inner.train_dataset
         size = OmegaConf.select(self.config, "data.gen_batch_size") or ours.data.train_batch_size
         self.train_dataloader = prompt_loader(
-            self.train_dataset, self.inner.prompts, size, ours.data, ours.data_seed, tokenizer.pad_token_id, train_sampler, collate_fn,
-        )  # fmt: skip
+            self.train_dataset,
+            self.inner.prompts,
+            size,
+            ours.data,
+            ours.data_seed,
+            tokenizer.pad_token_id,
+            train_sampler,
+            collate_fn,
+        )
         self.total_training_steps = ours.trainer.total_training_steps or len(self.train_dataloader) * ours.trainer.total_epochs
         self.inner.total_steps = self.total_training_steps
 
-    global_steps = property(lambda self: self.inner.global_steps, lambda self, step: setattr(self.inner, "global_steps", step))
-    _start_profiling = _stop_profiling = functions.nothing
+    @property
+    def global_steps(self) -> int:
+        """The number of the step."""
+        return self.inner.global_steps
+
+    @global_steps.setter
+    def global_steps(self, step: int) -> None:
+        self.inner.global_steps = step
+
+    _start_profiling = functions.nothing
+    _stop_profiling = functions.nothing
 
     def init_workers(self) -> None:
         """Start the workers and load the models. They end with the process."""
@@ -83,7 +118,8 @@ class VerlTrainer(ABC):  # noqa: B024 (the bases of a class are only exchanged f
         atexit.register(inner.close)
         inner.init_workers()
         self.actor_rollout_wg = self.actor_wg = self.async_rollout_manager = _Calls(self, inner.actor_wg)
-        self.critic_wg, self.rm_wg = _Calls(self, inner.critic_wg), _Calls(self, inner.rm_wg)
+        self.critic_wg = _Calls(self, inner.critic_wg)
+        self.rm_wg = _Calls(self, inner.rm_wg)
         self.ref_policy_wg = _Calls(self, inner.ref_policy_wg)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
@@ -117,7 +153,9 @@ class _Calls:
     """A worker group with verl's calls: a whole batch in, a DataProto out. Every other attribute is the group's own."""
 
     def __init__(self, trainer: VerlTrainer, group: Any) -> None:
-        self._trainer, self._group, self._inner = trainer, group, trainer.inner
+        self._trainer = trainer
+        self._group = group
+        self._inner = trainer.inner
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._group, name)
@@ -125,9 +163,13 @@ class _Calls:
         return (lambda data: call(data.select(["prompts", "responses"], []))) if is_measure else call
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """prompts, responses, response_mask and rollout_log_probs for input_ids: rollout.n of each prompt unless they stand there n times
-        already, or one, greedy, where meta_info has do_sample=False. Where the trainer was given no reward_fn also rm_scores."""
-        inner, greedy = self._inner, prompts.meta_info.get("do_sample") is False
+        """Return prompts, responses, response_mask and rollout_log_probs for input_ids.
+
+        There are rollout.n responses to each prompt, unless the prompts are repeated already, or one greedy response if meta_info has
+        do_sample=False. A trainer without a reward_fn also returns rm_scores.
+        """
+        inner = self._inner
+        greedy = prompts.meta_info.get("do_sample") is False
         sampling = dataclasses.replace(inner.sampling, temperature=0.0) if greedy else inner.sampling
         lengths = prompts.batch["attention_mask"].sum(1)
         ids = Ragged.from_padded(prompts.batch["input_ids"], lengths, "left")
@@ -137,7 +179,8 @@ class _Calls:
         first = [i == 0 or given[i] is not given[i - 1] for i in range(len(given))]  # repeat() repeats the object itself
         n = inner.config.actor_rollout_ref.rollout.n
         if not greedy and n > 1 and all(first):
-            rows, first = rows.repeat(n), [sample == 0 for _ in given for sample in range(n)]
+            rows = rows.repeat(n)
+            first = [sample == 0 for _ in given for sample in range(n)]
         places = np.cumsum(first)
         rows.non_tensor_batch.setdefault("index", places.astype(object))
         rows.non_tensor_batch["sample"] = (np.arange(len(first)) - np.flatnonzero(first)[places - 1]).astype(object)
@@ -159,7 +202,8 @@ class _Calls:
 
     def update_actor(self, data: DataProto) -> DataProto:
         """ppo_epochs over the batch in mini-batches; the generator has the new weights. meta_info["metrics"] is what there is to tell."""
-        inner, numbers = self._inner, np.arange(len(data), dtype=object)
+        inner = self._inner
+        numbers = np.arange(len(data), dtype=object)
         objects = {name: data.non_tensor_batch.get(name, numbers) for name in ("index", "sample")}
         updates = self._updates(data, inner.actor_prompts, inner.config.actor_rollout_ref.actor.ppo_epochs)
         rows = DataProto(dict(data.columns), objects, dict(data.meta_info))
@@ -198,7 +242,8 @@ class TaskRunner:
         self.mapping: dict[Enum, str] = {}
 
     def _add(self, role: Enum, worker: Any) -> None:
-        self.role_worker_mapping[role], self.mapping[role] = ClassWithInitArgs(worker).cls, _POOL
+        self.role_worker_mapping[role] = ClassWithInitArgs(worker).cls
+        self.mapping[role] = _POOL
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
         """Adds the actor; its class and that of the worker groups."""
@@ -218,7 +263,8 @@ class TaskRunner:
         if our_config(config).reward_model.enable:
             self._add(Role.RewardModel, TrainingWorker)
 
-    add_reward_model_resource_pool, run = add_reward_model_worker, staticmethod(run_ppo)
+    add_reward_model_resource_pool = add_reward_model_worker
+    run = staticmethod(run_ppo)
 
     def init_resource_pool_mgr(self, config: Any) -> ResourcePoolManager:
         """One pool of all processes."""
@@ -226,10 +272,66 @@ class TaskRunner:
         return ResourcePoolManager({_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}, self.mapping)
 
 
-# Hydra finds `ppo_trainer` and `ppo_megatron_trainer`. Keys that they do not have may be set, and are judged in `our_config`.
-_tree: Any = OmegaConf.load(Path(__file__).with_name("tree.yaml"))
-_tree = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(PPOConfig)), _tree)
-for _section in _tree.values():
-    OmegaConf.set_struct(_section, False)
-for _name in ("ppo_trainer", "ppo_megatron_trainer"):
-    ConfigStore.instance().store(name=_name, node=_tree)
+_DEFAULTS: dict[str, Any] = {
+    "data": {
+        "tokenizer": None,
+        "train_batch_size": 1024,
+        "gen_batch_size": None,
+        "reward_fn_key": "data_source",
+        "image_key": "images",
+        "trust_remote_code": False,
+        "return_raw_chat": False,
+    },
+    "actor_rollout_ref": {
+        "hybrid_engine": True,
+        "model": {"use_shm": False, "external_lib": None, "use_remove_padding": False},
+        "actor": {"ppo_mini_batch_size": 256, "use_dynamic_bsz": False},
+        "ref": {"log_prob_use_dynamic_bsz": False},
+        "rollout": {
+            "mode": "sync",
+            "skip_rollout": False,
+            "multi_turn": {"enable": False},
+            "load_format": "dummy",
+            "calculate_log_probs": False,
+        },
+    },
+    "reward": {"reward_manager": {"name": "naive"}, "reward_model": {"enable": False}},
+    "reward_model": {
+        "reward_manager": "naive",
+        "launch_reward_fn_async": False,
+        "sandbox_fusion": {"url": None, "max_concurrent": 64, "memory_limit_mb": 1024},
+    },
+    "custom_reward_function": {"path": None, "name": "compute_score"},
+    "trainer": {
+        "project_name": "verl_examples",
+        "experiment_name": "gsm8k",
+        "balance_batch": True,
+        "log_val_generations": 0,
+        "n_gpus_per_node": 8,
+        "total_epochs": 30,
+        "save_freq": -1,
+        "test_freq": -1,
+        "default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "default_hdfs_dir": None,
+        "profile_steps": None,
+    },
+    "global_profiler": {"tool": None, "steps": None, "profile_continuous_steps": False},
+    "transfer_queue": {"enable": False},
+    "ray_init": {"num_cpus": None, "timeline_json_file": None},
+}
+"""verl's values of the keys that Lockstep does not have, or has other defaults for, and that verl's programs read by name."""
+
+
+def _store_for_hydra() -> None:
+    """Let Hydra find `ppo_trainer` and `ppo_megatron_trainer`, on which recipes build. Other keys may be set; `our_config` judges them."""
+    from hydra.core.config_store import ConfigStore
+
+    tree = OmegaConf.merge(OmegaConf.to_container(OmegaConf.structured(PPOConfig)), _DEFAULTS)
+    for section in tree.values():
+        OmegaConf.set_struct(section, False)
+    for name in ("ppo_trainer", "ppo_megatron_trainer"):
+        ConfigStore.instance().store(name=name, node=tree)
+
+
+if importlib.util.find_spec("hydra") is not None:
+    _store_for_hydra()

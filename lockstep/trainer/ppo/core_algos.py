@@ -1,7 +1,3 @@
-"""verl's path to `lockstep.compat.verl.core_algos`: the same module, so that its registries are one."""
+"""verl's path to `lockstep.compat.core_algos`: the same functions and the same registries."""
 
-import sys
-
-from lockstep.compat.verl import core_algos
-
-sys.modules[__name__] = core_algos
+from lockstep.compat.core_algos import *  # noqa: F403

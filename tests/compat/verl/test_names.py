@@ -3,27 +3,85 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import lockstep
 from lockstep.algorithms.kl import FixedKLController
-from lockstep.compat.verl import functions, numbers
+from lockstep.algorithms.masked import masked_mean
+from lockstep.compat.verl import RayPPOTrainer, functions, numbers
 from lockstep.compat.verl.functions import copy_to_local
-from lockstep.compat.verl.names import table
+from lockstep.compat.verl.loop import VerlTrainer
+from lockstep.compat.verl.names import ADDED, MODULES
 from lockstep.config import as_config
 from lockstep.data.padded import collate_fn
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
 
+CORE = Path(lockstep.__file__).parent
+CLEAN = """
+import sys
+finders, hooks = list(sys.meta_path), list(sys.path_hooks)
+import lockstep, lockstep.cli, lockstep.data, lockstep.trainer.main_ppo
+assert (list(sys.meta_path), list(sys.path_hooks)) == (finders, hooks)
+import lockstep.trainer.ppo.core_algos, lockstep.utils.reward_score
+import lockstep.trainer.ppo.ray_trainer as ray_trainer
+for finder in (*sys.meta_path, *sys.path_hooks):  # other libraries have finders of their own
+    owners = (getattr(finder, "__module__", ""), type(finder).__module__)
+    assert not any(owner.startswith("lockstep") for owner in owners), finder
+trainer = ray_trainer.RayPPOTrainer
+assert "__init_subclass__" not in vars(trainer)
+class Mine(trainer):
+    def fit(self):
+        pass
+assert Mine.__bases__ == (trainer,)
+for name, module in list(sys.modules.items()):
+    if name.partition(".")[0] == "lockstep":
+        path = name.replace(".", "/")
+        assert module.__name__ == name and module.__file__.endswith((f"/{path}.py", f"/{path}/__init__.py")), name
+assert not [name for name in sys.modules if name.startswith("lockstep.compat.verl")]
+assert not hasattr(ray_trainer, "compute_advantage")
+for name in ("lockstep.utils.fs", "lockstep.workers.fsdp_workers"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(name)
+"""
+"""Every module of Lockstep's is its own file, and nothing of Python's has changed."""
 
-def test_every_name_of_the_table_can_be_imported():
-    for module, (names, _) in table().items():
+
+def test_importing_lockstep_and_its_trainer_changes_nothing():
+    subprocess.run([sys.executable, "-c", CLEAN], check=True, timeout=240)
+
+
+def test_every_name_of_the_tables_can_be_imported():
+    for path, names in (ADDED | MODULES).items():
+        module = importlib.import_module(f"lockstep.{path}")
         for name in names:
-            if name != "*":
-                assert getattr(importlib.import_module(module), name) is not None, (module, name)
+            assert getattr(module, name) is not None, (path, name)
+
+
+def test_a_module_is_added_only_where_lockstep_has_none():
+    for path in ADDED:
+        assert (CORE / f"{path.replace('.', '/')}.py").exists() or (CORE / path.replace(".", "/") / "__init__.py").exists(), path
+    for path in MODULES:
+        assert not (CORE / f"{path.replace('.', '/')}.py").exists(), path
+        assert not (CORE / path.replace(".", "/")).exists(), path
+
+
+def test_lockstep_keeps_its_own_names():
+    from lockstep.rewards.manager import RewardManager
+    from lockstep.trainer.ppo import ray_trainer
+    from lockstep.workers import reward_manager
+
+    assert reward_manager.RewardManager is RewardManager
+    assert ray_trainer.RayPPOTrainer.__module__ == "lockstep.trainer.ppo.ray_trainer"
+    assert RayPPOTrainer is VerlTrainer
 
 
 IMPORTS = """
@@ -59,15 +117,17 @@ from lockstep.trainer.constants_ppo import PPO_RAY_RUNTIME_ENV, get_ppo_ray_runt
 from lockstep.trainer.ppo.ray_trainer import WorkerType, _timer, compute_response_mask
 from lockstep.trainer.ppo.reward import extract_reward
 from lockstep.utils.config import omega_conf_to_dataclass, validate_config
-from lockstep.utils.device import auto_set_device, get_device_id, get_nccl_backend, get_torch_device, is_cuda_available, is_npu_available
-from lockstep.utils.import_utils import deprecated, import_external_libs, load_extern_object
+from lockstep.utils.device import auto_set_device, get_device_name, is_cuda_available, is_npu_available
+from lockstep.utils.import_utils import deprecated, load_extern_object
 from lockstep.utils.metric import reduce_metrics
-from lockstep.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, log_gpu_memory_usage, simple_timer
+from lockstep.utils.profiler import marked_timer, simple_timer
+import lockstep.utils.torch_functional as verl_F
+import lockstep.utils.reward_score.math_reward
+from lockstep.utils import torch_functional, tracking
 from lockstep.utils.py_functional import append_to_dict, convert_to_regular_types
 from lockstep.utils.reward_score.math import compute_score, is_equiv, last_boxed_only_string, remove_boxed
 from lockstep.utils.rollout_skip import RolloutSkip
 from lockstep.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from lockstep.utils.torch_functional import get_cosine_schedule_with_warmup, get_response_mask, logprobs_from_logits, pad_sequence_to_length
 from lockstep.experimental.reward_loop import migrate_legacy_reward_impl
 from lockstep.experimental.dataset.sampler import AbstractSampler
 from lockstep.workers.reward_manager import get_reward_manager_cls, register
@@ -79,13 +139,50 @@ def test_an_import_line_of_a_recipe_works(line):
     exec(line, {})
 
 
+RECIPE = """# A recipe.
+from __future__ import annotations
+import os
+import verl.utils.torch_functional as verl_F
+from verl.trainer.ppo.ray_trainer import (
+    compute_advantage,
+)
+def data():
+    from verl import DataProto
+    return DataProto
+"""
+MOVED = """# A recipe.
+from __future__ import annotations
+import os
+import lockstep.compat.verl
+import lockstep.utils.torch_functional as verl_F
+from lockstep.trainer.ppo.ray_trainer import (
+    compute_advantage,
+)
+def data():
+    from lockstep import DataProto
+    return DataProto
+"""
+
+
+def test_the_command_of_the_docs_moves_a_recipe(tmp_path):
+    page = (CORE.parent / "docs/from_verl.md").read_text()
+    (command,) = (line for line in page.splitlines() if line.startswith("sed -i -E"))
+    for name in ("one.py", "two.py"):  # the import is put into every file
+        (tmp_path / name).write_text(RECIPE)
+        subprocess.run(["bash", "-c", command.replace("dapo/*.py", name)], check=True, cwd=tmp_path, timeout=60)
+        assert (tmp_path / name).read_text() == MOVED
+    names: dict = {}
+    exec(compile(MOVED, "recipe", "exec"), names)
+    assert names["verl_F"].masked_mean is masked_mean
+    assert names["data"]() is DataProto
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("from lockstep.tools.base_tool import BaseTool", "agent.tools"),
         ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
-        ("from lockstep.protocol import serialize_tensordict", "its own serialiser"),
-        ("from lockstep.utils.metric import Metric", "lockstep.observability.metrics"),
+        ("from lockstep.utils.metric import Metric", "docs/from_verl.md"),
     ],
 )
 def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
@@ -93,26 +190,10 @@ def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
         exec(line, {})
 
 
-def test_tensors_and_profilers():
-    ids = torch.tensor([[5, 2, 7], [5, 6, 7]])
-    assert functions.get_response_mask(ids, 2).tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert functions.get_response_mask(ids, [2, 6]).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert functions.pad_sequence_to_length(ids[:, :1], 3, 0, left_pad=True).tolist() == [[0, 0, 5], [0, 0, 5]]
-    assert functions.pad_2d_list_to_length([[1], [2, 3]], 9, 3).tolist() == [[1, 9, 9], [2, 3, 9]]
-    logits = torch.randn(2, 3, 8, dtype=torch.float64)
-    expected = logits.softmax(-1).log().gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(functions.logprobs_from_logits(logits, ids), expected)
+def test_partitions_are_measured():
     assert functions.log_seqlen_unbalance([1, 2, 3, 4], [[0, 3], [1, 2]], "x") == {
         "x/min": 3, "x/max": 7, "x/minmax_diff": 4, "x/balanced_min": 5, "x/balanced_max": 5, "x/mean": 5.0,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="different values"):
-        functions.union_two_dict({"a": 1}, {"a": 2})
-
-    @functions.NoProfiler.annotate(color="red")
-    def decorated():
-        return 3
-
-    assert decorated() == 3
 
 
 def test_metrics_are_reduced_by_their_names():
@@ -132,16 +213,11 @@ def test_a_reward_manager_of_ones_own_has_its_name():
 
 
 def test_what_is_nobodys_is_missing_as_ever():
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("lockstep.nothing")
+    for name in ("lockstep.nothing", "lockstep.utils.fs.nothing", "lockstep.trainer.ppo.nothing"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
     with pytest.raises(AttributeError):
         importlib.import_module("lockstep.data").nothing  # noqa: B018
-    assert not hasattr(importlib.import_module("lockstep.protocol"), "__wrapped__")
-
-
-def test_the_names_cost_nothing_at_the_start():
-    code = "import sys, lockstep; assert not {'omegaconf', 'hydra', 'numpy'} & set(sys.modules); import lockstep.data"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def two_rows():
@@ -220,6 +296,7 @@ def test_small_helpers(tmp_path, monkeypatch):
     parts = functions.get_seqlen_balanced_partitions([5, 1, 1, 5], 2)
     assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
     assert functions.get_seqlen_balanced_partitions([9, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
+    assert [functions.is_equiv("0.5", other) for other in ("\\frac{1}{2}", "2")] == [True, False]
     assert functions.remove_boxed(functions.last_boxed_only_string("so \\boxed{7}")) == "7"
     with functions.Tracking("project", "run", ["console"]) as tracking:
         tracking.log({"a": 1.0}, step=1)

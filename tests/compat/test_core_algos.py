@@ -23,8 +23,8 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.rows import Rows
-from lockstep.compat.verl import core_algos
-from lockstep.compat.verl.core_algos import AdvantageEstimator
+from lockstep.compat import core_algos
+from lockstep.compat.core_algos import AdvantageEstimator
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.errors import ConfigError
 
@@ -253,7 +253,7 @@ def test_policy_losses_and_gradients_are_verls(name, batch, mode, weighted, form
     new, losses = slow_losses(batch)
     weights = batch.weights.abs()
     loss = losses[name] * weights if weighted else losses[name]
-    expected = slow_aggregate(loss, batch, "seq-mean-token-mean" if name in ("gspo", "sapo", "geo_mean") else mode)
+    expected = slow_aggregate(loss, batch, "seq-mean-token-mean" if name in ("sapo", "geo_mean") else mode)
     (gradient,) = torch.autograd.grad(expected, new)
 
     log_prob = batch.new.clone().requires_grad_()
@@ -268,7 +268,28 @@ def test_policy_losses_and_gradients_are_verls(name, batch, mode, weighted, form
     assert metrics["actor/ppo_kl"] == pytest.approx(kl, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gspo", "sapo", "geo_mean"])
+def test_gspo_is_aggregated_as_loss_agg_mode_says():
+    """By hand: the ratio of the first row is 1.1, that of the second 2, which the clip makes 1.2."""
+    old = torch.zeros(2, 2, dtype=torch.float64)
+    new = torch.tensor([[1.21, 1.0], [2.0, 1.0]], dtype=torch.float64).log()
+    advantages = torch.tensor([[1.0, 1.0], [4.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 0]])
+    expected = {
+        "token-mean": -(1.1 + 1.1 + 4.8) / 3,
+        "token-sum": -(1.1 + 1.1 + 4.8),
+        "seq-mean-token-mean": -(1.1 + 4.8) / 2,
+        "seq-mean-token-sum": -(2.2 + 4.8) / 2,
+        "seq-mean-token-sum-norm": -(2.2 + 4.8) / 2 / 2,
+    }
+    assert set(expected) == set(LOSS_AGG_MODES)
+    for mode, value in expected.items():
+        loss, _ = core_algos.compute_policy_loss_gspo(old, new, advantages, mask, mode, {"clip_ratio": 0.2})
+        assert loss.item() == pytest.approx(value, rel=1e-12), mode
+    default, _ = core_algos.compute_policy_loss_gspo(old, new, advantages, mask, config={"clip_ratio": 0.2})
+    assert default.item() == pytest.approx(expected["seq-mean-token-mean"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sapo", "geo_mean"])
 def test_losses_of_whole_rows_are_averaged_over_rows_whatever_mode_is_given(name):
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # by tokens the first row would weigh three times as much
@@ -376,9 +397,6 @@ def test_arguments_are_in_verls_order(name):
 def test_every_estimator_of_the_enum_has_its_function():
     for member in AdvantageEstimator:
         assert core_algos.get_adv_estimator_fn(member) is core_algos.get_adv_estimator_fn(member.value)
-    from lockstep.trainer.ppo import core_algos as at_verls_path
-
-    assert at_verls_path is core_algos
     assert core_algos.compute_policy_loss_vanilla.__name__ == "compute_policy_loss_vanilla"
 
 
@@ -439,42 +457,32 @@ def test_a_member_of_an_enum_registers_its_value_and_the_same_function_may_come_
 
 
 @pytest.mark.usefixtures("scratch")
-def test_a_policy_loss_written_for_verl_gives_its_losses_per_token():
-    @core_algos.register_policy_loss("theirs")
-    def theirs(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):
-        ratio = (log_prob - old_log_prob).exp()
-        clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.policy_loss.clip_ratio_high)
-        loss = core_algos.agg_loss(-advantages * clipped, response_mask, loss_agg_mode, **config.global_batch_info)
-        bonus = core_algos.agg_loss(loss_mat=log_prob, loss_mask=response_mask, loss_agg_mode=loss_agg_mode)
-        return loss - 0.5 * bonus, {"actor/ratio": ratio.mean().item()}
-
-    from lockstep.algorithms import policy_losses
-
-    rows, generator = Rows(torch.tensor([3, 2])), torch.Generator().manual_seed(0)
-    old, new, advantages = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(3))
-    new.requires_grad_()
-    columns = {"old_log_prob": old, "log_prob": new, "advantages": advantages, "response_mask": torch.tensor([1, 1, 0, 1, 1])}
-    bound = policy_losses.bind_policy_loss(policy_losses.get_policy_loss("theirs"), ActorConfig().loss_parameters)
-    loss, metrics = bound(columns, rows)
-    expected = (-advantages * (new - old).exp().clamp(0.8, 1.2) - 0.5 * new) * columns["response_mask"]
-    close(loss, expected)
-    close(*(torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (loss, expected)))
-    assert set(metrics) == {"ratio"}
-    block = torch.ones(2, 3)
-    aggregated, _ = core_algos.get_policy_loss_fn("theirs")(block, block, block, block, config=OmegaConf.create(
-        {"clip_ratio_low": 0.2, "policy_loss": {"clip_ratio_high": 0.2}, "global_batch_info": {}}))  # fmt: skip
-    assert aggregated.item() == pytest.approx(-1.5)
-
-
-@pytest.mark.usefixtures("scratch")
-def test_a_policy_loss_that_does_not_end_in_agg_loss_is_refused_when_it_is_registered():
-    with pytest.raises(ConfigError, match="'means' must return what agg_loss gives"):
+def test_a_policy_loss_that_returns_one_number_is_refused_with_the_change_that_it_needs():
+    with pytest.raises(ConfigError, match="return loss_mat, {}"):
 
         @core_algos.register_policy_loss("means")
         def means(
             old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
         ):
-            return -(log_prob * advantages).mean(), {}
+            return core_algos.agg_loss(-log_prob * advantages, response_mask, loss_agg_mode), {}
+
+    assert "means" not in core_algos.POLICY_LOSS_REGISTRY
+    assert "means" not in POLICY_LOSSES
+
+    @core_algos.register_policy_loss("means")
+    def changed(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low):
+        return -(log_prob - clip_ratio_low) * advantages, {}
+
+    one = torch.ones(2, 3, dtype=torch.float64)
+    loss, _ = core_algos.get_policy_loss_fn("means")(one, 2 * one, one, one, "seq-mean-token-sum", {"clip_ratio": 0.5})
+    assert loss.item() == pytest.approx(-4.5)
+
+
+def test_verls_path_has_the_same_functions_and_registries():
+    from lockstep.trainer.ppo import core_algos as at_verls_path
+
+    for name in [*FIRST_ARGUMENTS, "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "AdvantageEstimator", "register_adv_est"]:
+        assert getattr(at_verls_path, name) is getattr(core_algos, name)
 
 
 def test_the_value_loss_of_parts_adds_up_to_that_of_the_whole():
@@ -492,8 +500,8 @@ def test_the_value_loss_of_parts_adds_up_to_that_of_the_whole():
 def test_the_recipe_of_the_docs_is_registered():
     from pathlib import Path
 
-    page = (Path(__file__).parents[3] / "docs/from_verl.md").read_text()
-    exec(page.split("```python\n")[1].split("```")[0], {})
+    page = (Path(__file__).parents[2] / "docs/from_verl.md").read_text()
+    exec(page.split("```python\n")[-1].split("```")[0], {})
     block = torch.ones(2, 3)
     advantages, _ = core_algos.get_adv_estimator_fn("centred")(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), None)
     assert advantages.flatten().tolist() == [-1.0, 1.0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
-from lockstep.compat.verl.command import main, read_arguments, read_script
-from lockstep.compat.verl.keys import judge_all, overrides
+from lockstep.compat.verl_keys.command import main, read_arguments, read_script
+from lockstep.compat.verl_keys.keys import judge_all, overrides
 from lockstep.config.load import load_config
 from lockstep.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from lockstep.compat.verl.keys import Verdict, judge_all, overrides, table
+from lockstep.compat.verl_keys.keys import Verdict, judge_all, overrides, table
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.load import has_key, leaves, plain, readable_errors
 from lockstep.config.yaml_file import read_yaml as read_file

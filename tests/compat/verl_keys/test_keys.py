@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.compat.verl.command import read_arguments, read_yaml
-from lockstep.compat.verl.keys import judge, judge_all, overrides, rows
+from lockstep.compat.verl_keys.command import read_arguments, read_yaml
+from lockstep.compat.verl_keys.keys import judge, judge_all, overrides, rows
 from lockstep.config.actor_rollout_ref import ROLLOUTS
 from lockstep.config.engine import SCHEDULES, STRATEGIES
 from lockstep.config.load import check_key, load_config, valid_keys

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
 from hydra.core.override_parser.types import Sweep
 
-from lockstep.compat.verl.names import read_rows
 from lockstep.config.load import has_key, override_text
 
 Kind = Literal["accepted", "translated", "ignored", "refused", "unknown", "default"]
@@ -46,7 +46,9 @@ class KeyRule(NamedTuple):
 def rows() -> list[KeyRule]:
     """The table."""
     found = []
-    for line in read_rows("keys.txt"):
+    for line in Path(__file__).with_name("keys.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
         key, verdict, why = (part.strip() for part in line.split(" | "))
         regex = re.escape(key)
         for mark, meaning in ((r"\*", "(.*)"), (r"\{", "("), (r"\}", ")"), (",", "|")):
