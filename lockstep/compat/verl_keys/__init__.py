@@ -1,0 +1,1 @@
+"""verl's keys: `lockstep verl-keys SCRIPT`, and `lockstep ppo --from-verl`."""
