@@ -49,6 +49,8 @@ def _reason(error: Exception) -> str:
     first = str(error).strip().splitlines()[0]
     if "ignore_mismatched_sizes" in first:  # its table was for a terminal
         return "tensors in them have other sizes than config.json says; are both of one model?"
+    if first.strip("'\"") == PACKED:
+        return "its attention is one of a fixed table, which attention over packed rows is not in; choose a model of another family"
     if first.startswith("Unrecognized configuration class"):
         return f"{first.rstrip('.')}: transformers has no such head for it; take another family (for a critic, critic.model.path)"
     return f"{first.removeprefix('Error ').rstrip('.')}; copy or download it again" if "no file named" in first else first

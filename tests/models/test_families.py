@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.models.attention import PackedLayout
+from lockstep.models.flops import model_cost
 from lockstep.models.hidden import hand_out_hidden
 from lockstep.models.load import Head, load_model
 from lockstep.models.recompute import apply_recompute
@@ -200,3 +201,26 @@ def test_a_family_with_attention_of_another_kind_is_refused_by_its_class(tmp_pat
     path = save_tiny_model(tmp_path, model_type, **REFUSED[model_type])
     with pytest.raises(ConfigError, match=r"ForCausalLM \(.*cannot compute packed rows"):
         loaded(path)
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    # Heads of other sizes in some layers.
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 32,
+    },
+    # These call view on the output of attention.
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "afmoe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", UNUSUAL)
+def test_unusual_layers_train_exactly(tmp_path: Path, model_type: str) -> None:
+    path = save_tiny_model(tmp_path, model_type, **UNUSUAL[model_type])
+    assert model_cost(loaded(path)).widths > 0
+    assert_trains_exactly(path, rows_of(12, 5, 20), "none")

@@ -148,3 +148,9 @@ def test_families_that_packing_would_compute_wrongly_are_refused_at_load(model_t
     path = save_tiny_model(tmp_path, model_type, **changes)
     with pytest.raises((ConfigError, DataError), match=str(tmp_path)):
         load_model(ModelConfig(path=path, enable_gradient_checkpointing=False), Head.LANGUAGE_MODEL, seed=0)
+
+
+def test_a_family_with_a_table_of_attention_is_refused_with_that_reason(tmp_path: Path) -> None:
+    """transformers raises KeyError: 'lockstep_packed'."""
+    with pytest.raises(DataError, match="its attention is one of a fixed table"):
+        load(save_tiny_model(tmp_path, "falcon"))

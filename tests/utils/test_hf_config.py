@@ -3,10 +3,10 @@ import shutil
 
 import pytest
 from helpers.mixtures import MIXTURES
-from helpers.tiny import save_tiny_model
+from helpers.tiny import save_tiny_model, tiny_config
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.utils.hf_config import read_model_config, stop_token_ids
+from lockstep.utils.hf_config import context_limit, packed_limit, read_model_config, stop_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +87,45 @@ def test_without_any_end_token_there_is_none(tmp_path):
     tokenizer = Tokenizer()
     tokenizer.eos_token_id = None
     assert stop_token_ids(str(tmp_path), tokenizer) == ()
+
+
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+_CHUNKS = {"head_dim": 8, "attention_chunk_size": 16, "floor_scale": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "context", "packed", "key"),
+    [
+        ("llama", {}, 64, None, "max_position_embeddings"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            64,
+            None,
+            "max_position_embeddings",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            64,
+            64,
+            "max_position_embeddings",
+        ),
+        (
+            "phi3",
+            {"original_max_position_embeddings": 16, "rope_parameters": _LONG | {"rope_theta": 1e4}},
+            16,
+            16,
+            "rope_parameters.original_max_position_embeddings",
+        ),
+        ("llama4_text", _CHUNKS, 16, 16, "attention_chunk_size"),
+        ("llama4_text", _CHUNKS | {"floor_scale": 8}, 7, 7, "floor_scale"),
+    ],
+)
+def test_a_row_is_limited_by_what_depends_on_its_length(family, changes, context, packed, key):
+    config = tiny_config(family, **changes)
+    assert (context_limit(config).tokens, context_limit(config).key) == (context, key)
+    limit = packed_limit(config)
+    assert (limit and limit.tokens) == packed
+    if packed is not None:
+        assert str(limit).startswith(f"{packed} ({limit.key}: ")
