@@ -57,9 +57,11 @@ def _reason(error: Exception) -> str:
 
 
 def load_model(
-    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
+    config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False, packs: bool = True
 ) -> PreTrainedModel:
     """Return the model in float32 on the CPU, in evaluation mode, with our packed attention.
+
+    `packs`: whether it will compute packed rows; `check_packing` then runs once, which takes longer than loading a small model.
 
     It also trains in evaluation mode: dropout, noise in routers and dropped layers would make the policy that is trained another than
     the policy that was sampled.
@@ -95,7 +97,8 @@ def load_model(
     for name, parameter in model.named_parameters():
         check_finite(name, parameter.detach(), str(config.path))
     _prepare(model, head)
-    check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
+    if packs:
+        check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model
 
 

@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
-from lockstep.observability.spans import Progress, running
+from lockstep.observability.spans import Progress, progress, running
 from lockstep.utils.printable import printable
 
 LOG_EVERY_S = 10.0
@@ -60,6 +60,11 @@ class Lines:
         if self._process != os.getpid():  # a fork has no threads of its parent
             self._process = os.getpid()
             threading.Thread(target=self._run, name="waiting", daemon=True).start()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether lines are wanted."""
+        return self._stream is not None
 
     def stop(self) -> None:
         """Lines are not wanted any more."""
@@ -117,6 +122,23 @@ def shown_waits(stream: IO[str], is_live: bool) -> Iterator[None]:
         leave_terminal()
         if sys.breakpointhook is on_breakpoint:
             sys.breakpointhook = hook
+
+
+@contextmanager
+def shown_work(name: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
+    """Show on stderr that `name` is being done: at once, then how far it is; for commands whose results go to stdout."""
+    from lockstep.observability.display import is_live_terminal
+
+    stream = sys.stderr
+    with ExitStack() as stack:
+        work = stack.enter_context(progress(name, total, unit))
+        is_live = is_live_terminal(stream)
+        if not is_live:
+            stream.write(f"{printable(name)} ...\n")
+            stream.flush()
+        if _area is None and not LINES.is_started:
+            stack.enter_context(shown_waits(stream, is_live))
+        yield work
 
 
 def _take_terminal(stream: IO[str]) -> None:

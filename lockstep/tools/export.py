@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lockstep.errors import ConfigError, DataError, ResourceError, as_command
+from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import ModelSource, find_model
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     options = _parser().parse_args(list(arguments))
-    what = export(options.source, options.out, options.dtype, options.merge)
+    with shown_work(f"exporting {options.source}"):
+        what = export(options.source, options.out, options.dtype, options.merge)
     print(f"{what} in {options.dtype}: {options.out}")
     return 0
 

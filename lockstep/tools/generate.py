@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sampling import SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
+from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
 from lockstep.utils.printable import printable, say
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lockstep.workers.rollout.base import Completion
 
 _MAX_TOKENS = 512
+_PROMPT_WIDTH = 100
+"""Characters of a prompt that stand above its answers."""
 
 
 @as_command
@@ -48,23 +51,33 @@ def _generate(loaded: LoadedModel, prompts: Sequence[Any], options: argparse.Nam
     ids = encode(loaded.tokenizer, prompts, options.chat, options.system)
     places = [(i, k) for i in range(len(prompts)) for k in range(options.n)]
     requests = [Request(torch.tensor(ids[i]), (0, i, k)) for i, k in places]
+    sampling = sampling_of(options, loaded.stop_token_ids)
+    with shown_work("generating"):
+        completions = loaded.engine.generate(requests, sampling)
     failed = False
-    for (i, k), completion in zip(
-        places, loaded.engine.generate(requests, sampling_of(options, loaded.stop_token_ids)), strict=True
-    ):
+    for (i, k), completion in zip(places, completions, strict=True):
         failed |= completion.error is not None
         if options.json:
             print(json.dumps({"prompt": prompts[i], "sample": k} | _as_dict(loaded.tokenizer, completion, options.log_probs)))
             continue
         if len(places) > 1:
-            print(f"--- prompt {i + 1}, sample {k + 1}: {completion.finish_reason}, {len(completion.ids)} tokens")
+            print(f"--- prompt {i + 1}, sample {k + 1}: {_in_words(prompts[i])}")
         if completion.error is not None:
             say(f"error: {completion.error}", is_error=True)
         elif options.log_probs:
             _print_log_probs(loaded.tokenizer, completion)
         else:
             print(printable(str(loaded.tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True))))
+        if len(places) > 1 and completion.error is None:
+            print(f"    ({len(completion.ids)} tokens, finish reason: {completion.finish_reason})")
     return int(failed)
+
+
+def _in_words(prompt: Any) -> str:
+    """The beginning of a prompt, or of the last message of a conversation, on one line."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    line = " ".join(text.split())
+    return printable(line if len(line) <= _PROMPT_WIDTH else f"{line[: _PROMPT_WIDTH - 3]}...")
 
 
 def encode(tokenizer: Any, prompts: Sequence[Any], as_chat: bool, system: str | None = None) -> list[list[int]]:

@@ -24,6 +24,7 @@ from lockstep.checkpoint.lock import LOCK
 from lockstep.config.adapter import ADAPTER_CONFIG, read_adapter
 from lockstep.config.engine import DTYPES
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.observability.waiting import shown_work
 
 if TYPE_CHECKING:  # what follows takes seconds to import: a wrong path is said before
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,6 +118,11 @@ def as_options(text: str) -> str:
 
 def load_model_of(options: argparse.Namespace) -> LoadedModel:
     """The model of `add_model_arguments`. Raises as `find_model` and `load` do."""
+    with shown_work(f"loading {options.model}"):
+        return _load_model_of(options)
+
+
+def _load_model_of(options: argparse.Namespace) -> LoadedModel:
     from lockstep.config.actor_rollout_ref import RolloutConfig
 
     source = find_model(options.model, options.adapter)
@@ -212,7 +218,8 @@ def load_module(config: ModelConfig, attention: str) -> PreTrainedModel:
     from lockstep.models.load import Head, load_model, share_structure
     from lockstep.models.lora import Lora
 
-    model = load_model(config, Head.LANGUAGE_MODEL, seed=0)
+    # Generation packs no rows: the engine has a check of its own (generation/probe.py), and transformers' own attention needs none.
+    model = load_model(config, Head.LANGUAGE_MODEL, seed=0, packs=False)
     merged = share_structure(model, attention)
     if config.lora_adapter_path is not None:
         lora = Lora(model, config, Head.LANGUAGE_MODEL, seed=0)  # into `model` only; the other tree keeps its layers

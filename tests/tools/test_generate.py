@@ -1,11 +1,13 @@
 import io
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.tiny import save_tiny_model, tiny_model
 
 from lockstep import cli
+from lockstep.errors import ConfigError
 from lockstep.tools.generate import main
 
 
@@ -23,6 +25,20 @@ def generate(model, capsys):
         return status, *capsys.readouterr()
 
     return command
+
+
+def test_work_is_named_on_stderr_before_it_is_done_and_rows_are_not_packed(generate, monkeypatch):
+    packings = []
+    monkeypatch.setattr("lockstep.models.load.check_packing", lambda *arguments: packings.append(arguments))
+    monkeypatch.setattr("lockstep.tools.load_model.find_model", Mock(side_effect=ConfigError("nothing")))
+    status, _, err = generate("abc")
+    assert (status, err.splitlines()[0].split()[0]) == (1, "loading")
+    monkeypatch.undo()
+    monkeypatch.setattr("lockstep.models.load.check_packing", lambda *arguments: packings.append(arguments))
+    status, out, err = generate("abc", "--json")
+    assert (status, packings) == (0, [])
+    assert [line.split()[0] for line in err.splitlines()] == ["loading", "generating"]
+    rows(out)  # stdout has nothing else
 
 
 def rows(out):
@@ -50,6 +66,8 @@ def test_several_prompts_and_samples_are_told_apart_and_a_chat_is_another_prompt
     _, out, _ = generate("abc", "jij", "--n", "2", "--temperature", "1")
     heads = [line.split(":")[0] for line in out.splitlines() if line.startswith("---")]
     assert heads == [f"--- prompt {i}, sample {k}" for i in (1, 2) for k in (1, 2)]
+    assert [line.rpartition(": ")[2] for line in out.splitlines() if line.startswith("---")] == ["abc", "abc", "jij", "jij"]
+    assert out.count("finish reason: ") == 4
     plain, chat = (rows(generate("abc", "--json", *more)[1])[0]["token_ids"] for more in ([], ["--chat"]))
     assert plain != chat
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from lockstep.config.data import EMBEDDED
 from lockstep.config.load import read_overrides
 from lockstep.errors import ConfigError, as_command
 from lockstep.observability.safe_console import SafeConsole
+from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 
 if TYPE_CHECKING:
@@ -85,14 +87,19 @@ def evaluate(options: argparse.Namespace, console: SafeConsole | None = None) ->
     is_server = options.model.startswith(("http://", "https://"))
     earlier = read_results(options.against) if options.against else None
     server = _server(options) if is_server else None
-    plan = _plan(options, server)
+    with shown_work("reading the questions"):
+        plan = _plan(options, server)
     drawing = dataclasses.asdict(plan.drawing)
     differs = check_against(earlier, plan.questions, plan.judges, plan.template, drawing) if earlier is not None else []
     folder = _folder(options)
     answerer = server or _local(options, plan)
     started = time.monotonic()
     try:
-        with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
+        has_bar = console is not None and console.is_terminal
+        with (
+            nullcontext() if has_bar else shown_work(f"answering {len(plan.questions)} questions"),
+            Progress(console=console, transient=True, disable=not has_bar) as progress,
+        ):
             bar = progress.add_task("answering", total=len(plan.questions) * plan.drawing.n)
             if plan.questions[0].choices:
                 samples = choose(answerer, plan.questions)

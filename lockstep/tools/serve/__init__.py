@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, MissingExtra, ResourceError, as_command
-from lockstep.observability.spans import progress
-from lockstep.observability.waiting import shown_waits
+from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 from lockstep.utils.garbage import frozen_objects
 
@@ -71,14 +70,13 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     api_key = options.api_key or os.environ.get(_KEY) or None
     with listening_socket(options.host, options.port, options.timeout_s) as bound:  # a port that is taken is said before loading
-        from lockstep.tools.serve.app import Server, ServerOptions
-        from lockstep.tools.serve.follow import newer_weights
+        with shown_work("starting the server"):
+            from lockstep.tools.serve.app import Server, ServerOptions
+            from lockstep.tools.serve.follow import newer_weights
 
         if options.follow and (options.engine != "native" or find_model(options.model).step is None):
             raise ConfigError("--follow needs a run's folder as MODEL, and --engine native")
-        print(f"loading {options.model}", file=sys.stderr, flush=True)
-        with shown_waits(sys.stderr, sys.stderr.isatty()), progress(f"loading {options.model}"):
-            loaded = load_model_of(options)
+        loaded = load_model_of(options)
         own = ServerOptions(
             name=options.name or options.model,
             api_key=api_key,
