@@ -51,7 +51,7 @@ def no_model_is_loaded(monkeypatch):
 def every_engine_is_installed(monkeypatch):
     """As far as the checks before the start can see."""
     for engine in ENGINES:
-        monkeypatch.setattr(f"lockstep.workers.engine.{engine}.check.find_spec", lambda name: name)
+        monkeypatch.setattr(f"lockstep.backends.{engine}.check.find_spec", lambda name: name)
 
 
 def write_rows(path, rows):
@@ -192,7 +192,7 @@ def test_a_strategy_without_its_package_names_it_and_the_command(good, capsys, m
     hidden = lambda name, *args: None if name.split(".")[0] == package else found(name, *args)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     for engine in ENGINES:
-        monkeypatch.setattr(f"lockstep.workers.engine.{engine}.check.find_spec", hidden)
+        monkeypatch.setattr(f"lockstep.backends.{engine}.check.find_spec", hidden)
     assert main_ppo.main([f"{key}={value}" for key, value in (good | {"actor_rollout_ref.actor.strategy": strategy}).items()]) == 1
     error = capsys.readouterr().err
     assert package in error
