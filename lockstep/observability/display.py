@@ -25,7 +25,15 @@ from rich.text import Text
 
 from lockstep.observability.eta import Due, Eta
 from lockstep.observability.safe_console import SafeConsole
-from lockstep.observability.waiting import LINES, leave_terminal, now_running, shown_waits
+from lockstep.observability.waiting import (
+    LINES,
+    control_echo_off,
+    leave_terminal,
+    now_running,
+    restore_echo,
+    shown_waits,
+    waiting_console,
+)
 from lockstep.utils.printable import printable
 
 
@@ -150,6 +158,8 @@ class LiveDisplay(Display):
         self._console, self._view = console, view
         self._reset(total_steps=0, first_step=0, title="", due=None)
         self._is_open = False
+        self._echo: list[Any] | None = None
+        """The settings of the terminal before the live area."""
         self._live = self._new_live()
         self._streams = sys.stdout, sys.stderr
         self._breakpointhook = sys.breakpointhook
@@ -192,13 +202,15 @@ class LiveDisplay(Display):
             self._live.refresh()
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        # Before `start` the line of `waits` may be on the screen: only its own console prints above it.
+        console = waiting_console() or self._console
+        console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
             sys.breakpointhook = self._breakpointhook
-            self._live.stop()
+            self._hide()
 
     def waits(self) -> AbstractContextManager[None]:
         return shown_waits(self._console.file, is_live=True)
@@ -208,13 +220,19 @@ class LiveDisplay(Display):
     def _show(self) -> None:
         self._streams = sys.stdout, sys.stderr
         self._live = self._new_live()  # one that was shown before would first erase as many lines as it had drawn
+        self._echo = control_echo_off(self._console.file)
         self._live.start(refresh=True)
+
+    def _hide(self) -> None:
+        self._live.stop()
+        restore_echo(self._console.file, self._echo)
+        self._echo = None
 
     def _new_live(self) -> Live:
         return Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
-        self._live.stop()
+        self._hide()
         return self._breakpointhook(*args, **kwargs)
 
     def _return_from_debugger(self) -> None:

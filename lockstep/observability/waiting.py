@@ -5,10 +5,11 @@ On a terminal it is one line that is redrawn, until a display has an area of its
 
 import os
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 from lockstep.observability.spans import Progress, progress, running
@@ -160,6 +161,37 @@ def leave_terminal() -> None:
     area, _area = _area, None
     if area is not None:
         area.stop()
+
+
+def waiting_console() -> Any:
+    """The console of the redrawn line, while it is there: what it prints stands above the line. None otherwise."""
+    return None if _area is None else _area.console
+
+
+def control_echo_off(stream: IO[str]) -> list[Any] | None:
+    """Have the terminal not echo Ctrl-C as ^C, which would shift what is redrawn; returns the settings before, for `restore_echo`.
+
+    Does nothing where `stream` is no terminal, or that of other processes in the foreground.
+    """
+    try:
+        descriptor = stream.fileno()
+        if not os.isatty(descriptor) or os.tcgetpgrp(descriptor) != os.getpgrp():  # a process in the background would be stopped
+            return None
+        before = termios.tcgetattr(descriptor)
+        changed = [*before]
+        changed[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+        return before
+    except (OSError, ValueError, termios.error):  # no descriptor, or no controlling terminal
+        return None
+
+
+def restore_echo(stream: IO[str], before: list[Any] | None) -> None:
+    """Undo `control_echo_off`."""
+    if before is not None:
+        with suppress(OSError, ValueError, termios.error):
+            if os.tcgetpgrp(stream.fileno()) == os.getpgrp():
+                termios.tcsetattr(stream.fileno(), termios.TCSANOW, before)
 
 
 def _leave_terminal_to_parent() -> None:

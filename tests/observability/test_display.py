@@ -227,6 +227,39 @@ def test_messages_prints_and_validation_stay_above_the_live_area(live: LiveDispl
     assert "1/60 steps" not in text, "a validation is not a step"
 
 
+def lines_of(written: str) -> list[str]:
+    """The lines that a terminal shows after this: carriage returns, line feeds, erased lines, and the cursor going up."""
+    lines, row, column = [""], 0, 0
+    for code, text in re.findall(r"(\x1b\[[0-9;?]*[A-Za-z])|([^\x1b]+)", written):
+        if code == "\x1b[2K":
+            lines[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[2:-1] or 1)
+        for char in text:
+            if char == "\r":
+                column = 0
+            elif char == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            else:
+                lines[row] = f"{lines[row][:column]:<{column}}{char}{lines[row][column + 1 :]}"
+                column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_a_message_before_the_live_area_stands_on_a_line_of_its_own(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a wait is shown, as when models are loaded."""
+    display = LiveDisplay(Console(file=screen, force_terminal=True, width=100, color_system=None))
+    monkeypatch.setenv("COLUMNS", "100")
+    with display.waits(), progress("loading the model of ref (2 of 2)"):
+        waiting._area.refresh()
+        display.message("resuming from checkpoints/run")
+        waiting._area.refresh()
+        shown = lines_of(screen.getvalue())
+        assert shown[0] == "resuming from checkpoints/run"
+        assert [line.partition("  ")[0] for line in shown[1:]] == ["loading the model of ref (2 of 2)"]
+
+
 def test_an_exception_leaves_the_terminal_in_order(screen: io.StringIO) -> None:
     before = sys.stdout, sys.stderr, sys.breakpointhook
     display = LiveDisplay(Console(file=screen, force_terminal=True))
@@ -363,6 +396,26 @@ def test_a_process_on_a_terminal_is_live() -> None:
     assert "2/2 steps" in output
     assert "saved\n" in without_codes(output)
     assert without_codes(output).endswith("end\n")
+
+
+ECHO = """
+import os, sys, termios
+from lockstep.observability.display import make_display
+def echoes():
+    return bool(termios.tcgetattr(0)[3] & termios.ECHOCTL)
+before = echoes()
+with make_display() as display:
+    display.start(total_steps=2)
+    display.message(f"inside {echoes()}")
+print("outside", before, echoes())
+"""
+
+
+def test_ctrl_c_is_not_echoed_into_the_live_area() -> None:
+    code = "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + ECHO
+    output = without_codes(run_on_terminal("-c", code))
+    assert "inside False" in output
+    assert "outside True True" in output
 
 
 def test_a_piped_process_prints_plain_lines() -> None:

@@ -13,6 +13,8 @@ A recipe is a subclass: it says what a step, a validation and a checkpoint are. 
 import dataclasses
 import gc
 import os
+import shlex
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -91,6 +93,10 @@ class Run(ABC):
         self._num_rows: dict[str, int] = {}
         """By name of a set: how many rows it has now."""
         self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
+        self._step_began: float | None = None
+        """When the step that is being done began."""
+        self._step_s: float | None = None
+        """How long the last step took."""
         self.num_restarts = 0
         self.left_out: list[int] = []
         """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
@@ -191,7 +197,7 @@ class Run(ABC):
         SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped. When a worker is lost it
         goes on from the newest checkpoint with new ones, `trainer.max_restarts` times.
         """
-        config, stop = self.section, StopSignals(self.section.stop_deadline_s, self._ended)
+        config, stop = self.section, StopSignals(self.section.stop_deadline_s, self._ended, self._acknowledge)
         self.open_folder()
         try:
             with stop:
@@ -210,8 +216,10 @@ class Run(ABC):
                     while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
                         self.timer.reset()
                         self._position_before = self._position()
+                        self._step_began = time.monotonic()
                         metrics = self._step()
                         self.global_steps += 1
+                        self._step_s, self._step_began = time.monotonic() - self._step_began, None
                         self._after_step(metrics, tracking, stop)
                     if stop.asked and self._unsaved is not None:  # the signal came when it had been decided that nothing is saved
                         self._publish(self._begin_save(self._unsaved), tracking)
@@ -297,9 +305,29 @@ class Run(ABC):
         )
 
     def _ended(self, why: str) -> str:
-        newest = folders.newest(self.section.run_dir)
+        run_dir = self.section.run_dir
+        newest = folders.newest(run_dir)
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
-        return f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
+        text = f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
+        report = f"\n  a report to open in a browser: lockstep report {shlex.quote(str(run_dir))}"
+        return text + (report if self.global_steps else "")
+
+    def _acknowledge(self, number: signal.Signals) -> None:
+        """Tell the user what a first signal does, how long that takes, and what a second one does."""
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        saves = "" if self.section.save_freq == 0 else " and saving it"
+        began = self._step_began
+        limit = f"at most {self.section.stop_deadline_s:g} s (trainer.stop_deadline_s)"
+        if began is None and not self.global_steps:
+            doing, lost = "ending after what is being done now", ""
+        elif began is None:
+            doing, lost = f"finishing step {self.global_steps} of {self.total_steps}{saves}", " and may lose this step"
+        else:
+            doing, lost = f"finishing step {self.global_steps + 1} of {self.total_steps}{saves}", " and loses this step"
+            if self._step_s is not None:
+                limit = f"about {max(self._step_s - (time.monotonic() - began), 1.0):.0f} s, {limit}"
+        again = "press it again" if number == signal.SIGINT else "send it again"
+        self.display.message(f"{name}: {doing}, {limit}; {again} to stop now, which ends the run at once{lost}")
 
     def _tracking(self, logs_again: bool) -> Tracking:
         return Tracking(

@@ -20,24 +20,35 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """Inside, a first signal sets `asked`; a second one, or `deadline_s` seconds after the first, raises Stopped where the program is.
 
-    `ended` makes of the reason what the user is told: what is left of the run. Only the main thread gets signals: elsewhere this does
+    `ended` makes of the reason what the user is told: what is left of the run. `acknowledge` is called once, with the first signal, from a
+    thread: at once, also while the main thread computes and runs no handler. Outside the main thread, which alone gets signals, this does
     nothing.
     """
 
-    def __init__(self, deadline_s: float, ended: Callable[[str], str]) -> None:
-        self._deadline_s, self._ended = deadline_s, ended
+    def __init__(self, deadline_s: float, ended: Callable[[str], str], acknowledge: Callable[[signal.Signals], None]) -> None:
+        self._deadline_s, self._ended, self._acknowledge = deadline_s, ended, acknowledge
         self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        """Python writes the number of each signal into the second end."""
+        self._fd_before = -1
+        self._thread: threading.Thread | None = None
         self.asked: signal.Signals | None = None
         """The signal that came first."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._fd_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True)
+            self._thread.start()
             self._before = {number: signal.signal(number, self._handle) for number in (*_SIGNALS, signal.SIGALRM)}
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            self._stop_listening()
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
@@ -46,15 +57,37 @@ class StopSignals:
         if number != signal.SIGALRM and self.asked is None:
             self.asked = signal.Signals(number)
             signal.setitimer(signal.ITIMER_REAL, self._deadline_s)
-            text = (
-                f"{self.asked.name}: the run ends after this step, with a checkpoint, within {self._deadline_s:g} s "
-                "(trainer.stop_deadline_s); once more ends it now\n"
-            )
-            os.write(2, text.encode())  # a handler may come in the middle of a print, which cannot be entered again
         else:
             assert self.asked is not None
             why = "a second signal" if number != signal.SIGALRM else f"{self._deadline_s:g} s (trainer.stop_deadline_s) were over"
             raise Stopped(self.asked, self._ended(f"{self.asked.name}: {why} before this step was saved"))
+
+    def _listen(self, pipe: int) -> None:
+        """Acknowledge the first signal; a byte 0 ends this."""
+        is_told = False
+        while number := os.read(pipe, 1)[0]:
+            if number in _SIGNALS and not is_told:
+                is_told = True
+                with suppress(OSError, ValueError):  # the terminal is gone
+                    self._acknowledge(signal.Signals(number))
+
+    def _stop_listening(self) -> None:
+        assert self._pipe is not None
+        assert self._thread is not None
+        signal.set_wakeup_fd(self._fd_before)
+        os.write(self._pipe[1], b"\0")
+        self._thread.join()
+        for end in self._pipe:
+            os.close(end)
+
+
+def _leave_signals_to_parent() -> None:
+    """A forked child that gets a signal must not write into the pipe of its parent."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_parent)
 
 
 def logged_metrics(metrics_file: Path, step: int) -> dict[str, Any] | None:

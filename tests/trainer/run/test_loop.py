@@ -4,10 +4,11 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -424,17 +425,63 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number
     def interrupt(run):
         if run.global_steps == 1:
             os.kill(os.getpid(), number)
+            assert wait_for(lambda: [text for text in run.display.texts if "again" in text])
 
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    run = Counting(tmp_path, 5, at_step=interrupt)
     with pytest.raises(
         Stopped, match=rf"{number.name}: ended after step 2 of 5; the newest checkpoint is .*global_step_2"
     ) as stopped:
-        Counting(tmp_path, 5, at_step=interrupt).fit()
+        run.fit()
     assert stopped.value.signum == number
-    assert f"{number.name}: the run ends after this step" in capfd.readouterr().err
+    assert f"lockstep report {tmp_path}" in str(stopped.value)
+    (told,) = [text for text in run.display.texts if "again" in text]
+    assert told.startswith(f"{'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}: finishing step 2 of 5 and saving it")
+    assert capfd.readouterr().err == "", "nothing is written over the display"
     assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     Counting(tmp_path, 5).fit()
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_signal_is_acknowledged_while_the_main_thread_is_busy_and_not_for_one_of_a_child(tmp_path):
+    """Python runs handlers between its own instructions only, and one call of a kernel may take minutes."""
+    heard = []
+
+    def busy(run):
+        if run.global_steps == 1:
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            os.waitpid(child, 0)
+            time.sleep(0.2)
+            heard.append([text for text in run.display.texts if "again" in text])
+            with signal_blocked_in(run):
+                os.kill(os.getpid(), signal.SIGTERM)
+                heard.append(wait_for(lambda: [text for text in run.display.texts if "again" in text]))
+
+    @contextmanager
+    def signal_blocked_in(run):
+        """As if this was one long call into C: the handler is not run inside."""
+        handler, late = signal.getsignal(signal.SIGTERM), []
+        signal.signal(signal.SIGTERM, lambda *which: late.append(which))
+        yield
+        signal.signal(signal.SIGTERM, handler)
+        handler(*late[0])
+
+    with pytest.raises(Stopped):
+        Counting(tmp_path, 5, at_step=busy).fit()
+    assert heard[0] == []
+    (told,) = heard[1]
+    assert re.match(r"SIGTERM: finishing step 2 of 5 and saving it, about 1 s, at most 300 s", told)
+
+
+def wait_for(condition):
+    """What it returns, as soon as that is true."""
+    deadline = time.monotonic() + 20
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 @pytest.mark.parametrize("moment", ["log", "samples"])
@@ -568,7 +615,8 @@ def test_a_second_signal_ends_a_run_at_once_also_while_it_saves_or_ends_with_an_
         run = Counting(tmp_path / policy, 3, save_freq=1, on_save_failure=policy)
         with pytest.raises(Stopped, match="SIGINT: a second signal"):
             run.fit()
-        assert run.display.texts == ["a step adds two"]
+        (told,) = run.display.texts[1:]
+        assert told.startswith("Ctrl-C: finishing step 1 of 3 and saving it"), "and no failed save"
 
     def ended():  # the program's own handler, while the last save is waited for
         raise Stopped(signal.SIGTERM, "SIGTERM: ended")
