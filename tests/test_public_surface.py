@@ -42,7 +42,8 @@ def test_names_are_where_users_of_the_field_look_for_them():
     from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: F401
 
     assert lockstep.DataProto.__name__ == "DataProto"
-    assert lockstep.__all__ == ["DataProto", "__version__"]
+    assert lockstep.__all__ == ["DataProto", "__version__", "read_run"]
+    assert parameters(lockstep.read_run) == ["folder"]
 
 
 def test_importing_the_package_and_its_command_line_brings_neither_torch_nor_ray():

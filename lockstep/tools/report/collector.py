@@ -85,6 +85,7 @@ class Collector:
                     "alarms": run.alarms,
                     "notes": run.problems(),
                     "recipe": run.settings["recipe"],
+                    "total": run.total_steps,
                 }
                 for run in self.runs
             ],

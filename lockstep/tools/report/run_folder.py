@@ -34,6 +34,12 @@ class RunFolder:
             raise DataError(_no_run(folder))
         self._read_settings()
 
+    @property
+    def total_steps(self) -> int | None:
+        """The steps that the run is to have, where its configuration says so."""
+        total = self.settings["values"].get("trainer.total_training_steps")
+        return total if type(total) is int and total > 0 else None
+
     def was_rewritten(self) -> bool:
         """Whether the run went on from an earlier step, so that all has to be read anew."""
         return self._metrics.was_rewritten()

@@ -11,14 +11,19 @@ function alarmSummary() {
   return el("button", { class: "alarm-summary", text, on: { click: () => openTab("alarms") } });
 }
 
+/** The text, with what stands between backticks as code. */
+function withCode(text) {
+  return text.split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : el("span", { text: part })));
+}
+
 function drawAlarms() {
   const alarms = allAlarms();
   byId("tab-alarms").textContent = alarms.length ? `Alarms (${alarms.length})` : "Alarms";
   const cards = alarms.map((alarm) => el("article", { class: "card alarm" },
     el("h2", { text: visible(String(alarm.name)) }),
     el("p", { class: "path", text: `${store.head.runs[alarm.run].name}, step ${short(alarm.step)}` }),
-    el("p", { class: "alarm-text", text: visible(String(alarm.text || "")) }),
-    alarm.key ? el("p", {}, "Key to turn: ", el("code", { text: visible(String(alarm.key)) })) : null,
+    el("p", { class: "alarm-text" }, ...withCode(visible(String(alarm.text || "")))),
+    alarm.key ? el("p", {}, "Key to turn: ", ...withCode(/[\s`]/.test(alarm.key) ? visible(String(alarm.key)) : `\`${visible(String(alarm.key))}\``)) : null,
     el("dl", {}, ...Object.entries(alarm.numbers || {}).map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", {
       text: typeof value === "number" ? short(value) : visible(JSON.stringify(value)),
     })))),

@@ -47,7 +47,7 @@ function drawChart(frame, value, title, all) {
 
 /** Without gaps, and at most about a thousand points: the mean of each stretch. */
 function thinned(one) {
-  const kept = { ...one, xs: [], ys: [], intervals: [] };
+  const kept = { ...one, xs: [], ys: [], intervals: [], partial: [] };
   const finite = [];
   one.ys.forEach((y, i) => {
     if (typeof y === "number" && Number.isFinite(one.xs[i])) finite.push(i);
@@ -57,6 +57,7 @@ function thinned(one) {
     const part = finite.slice(start, start + stretch);
     kept.xs.push(one.xs[part[part.length - 1]]);
     kept.ys.push(part.reduce((sum, i) => sum + one.ys[i], 0) / part.length);
+    kept.partial.push(Boolean(one.partial) && part.some((i) => one.partial[i]));
     kept.intervals.push(one.intervals ? one.intervals[part[part.length - 1]] : undefined);
   }
   return kept;
@@ -93,6 +94,7 @@ function scales(series, width) {
     });
   }
   if (range.x0 === range.x1) range.x1 = range.x0 + 1;
+  if (range.y0 === 0 && range.y1 === 0) range.y1 = 1;
   const margin = (range.y1 - range.y0) * 0.06 || Math.abs(range.y1) * 0.1 || 1;
   range.y0 -= margin;
   range.y1 += margin;
@@ -129,7 +131,8 @@ function axes(plot, scale, width) {
 
 function drawSeries(plot, one, scale) {
   const colour = runColour(one.number);
-  const line = (ys) => ys.map((y, i) => `${i ? "L" : "M"}${scale.x(one.xs[i]).toFixed(1)} ${scale.y(y).toFixed(1)}`).join("");
+  const isJoined = (i) => i > 0 && one.partial[i] === one.partial[i - 1]; // a validation of a part of the rows is another measurement
+  const line = (ys) => ys.map((y, i) => `${isJoined(i) ? "L" : "M"}${scale.x(one.xs[i]).toFixed(1)} ${scale.y(y).toFixed(1)}`).join("");
   const path = (ys, name) => {
     const node = svg("path", { class: name, d: line(ys) });
     node.style.stroke = colour;
@@ -149,7 +152,12 @@ function drawSeries(plot, one, scale) {
   if (one.xs.length <= 60) {
     one.xs.forEach((x, i) => {
       const dot = svg("circle", { class: "dot", cx: scale.x(x), cy: scale.y(one.ys[i]), r: one.xs.length === 1 ? 3.5 : 2 });
-      dot.style.fill = colour;
+      if (one.partial[i]) {
+        dot.style.fill = "none";
+        dot.style.stroke = colour;
+        dot.classList.add("partial");
+        dot.setAttribute("r", 3.5);
+      } else dot.style.fill = colour;
       plot.append(dot);
     });
   }
@@ -171,7 +179,7 @@ function follow(plot, value, series, scale, width, last) {
     cursor.setAttribute("x2", place);
     const at = found[0].one.xs[found[0].i];
     const where = chartOptions.x === "time" ? duration(at) : `step ${short(at)}`;
-    value.textContent = `${where}:  ${found.map(({ one, i }) => short(one.ys[i]) + range(one.intervals[i])).join("  ")}`;
+    value.textContent = `${where}:  ${found.map(({ one, i }) => short(one.ys[i]) + range(one.intervals[i]) + (one.partial[i] ? " (of a part of the rows)" : "")).join("  ")}`;
   });
   plot.addEventListener("pointerleave", () => {
     cursor.setAttribute("x1", -9);

@@ -5,6 +5,7 @@ const FIRST_CURVES = [
   /^actor\/entropy$/, /^response_length\/mean$/, /^response_length\/clip_ratio$/, /^training\/groups_with_signal$/, /^actor\/pg_clipfrac$/,
   /^actor\/grad_norm$/, /^critic\/vf_explained_var$/, /^training\/rollout_log_probs_diff_max$/, /^perf\/throughput$/,
 ];
+const VALIDATION_LOSSES = /^val\/(loss|nll|accuracy|kl)$/;
 const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$/;
 let curves = [];
 let shownNames = "";
@@ -17,8 +18,19 @@ function seriesOf(metric) {
     const begin = run.times.find((time) => time !== null) || 0;
     const xs = chartOptions.x === "time" ? run.times.map((time) => time - begin) : run.steps;
     const known = run.intervals.get(metric);
-    return [{ number, name: store.head.runs[number].name, xs, ys, intervals: known ? run.steps.map((step) => known.get(step)) : null }];
+    const partial = isValidation(metric) ? run.steps.map((_, i) => shareOfRows(run, i) < 1) : null;
+    return [{ number, name: store.head.runs[number].name, xs, ys, partial, intervals: known ? run.steps.map((step) => known.get(step)) : null }];
   });
+}
+
+function isValidation(metric) {
+  return /^val(-core|-aux)?\//.test(metric);
+}
+
+/** The share of the validation's rows that was validated at the i-th step: before training it may be a part. */
+function shareOfRows(run, i) {
+  const share = (run.columns.get("val-aux/share_of_rows") || [])[i];
+  return typeof share === "number" ? share : 1;
 }
 
 function metricNames() {
@@ -84,21 +96,36 @@ function curveControls() {
   return el("div", { class: "controls" }, labelled("Find a metric", search), labelled("Horizontal axis", axis), labelled("Smoothing", smoothing));
 }
 
+/** Seconds until a run of `total` steps is done, at the speed of its last five; 0 where that is not known, or the page is not live. */
+function secondsLeft(run, total) {
+  if (!total || document.documentElement.dataset.mode !== "live") return 0;
+  const times = run.steps.map((step, i) => [step, run.times[i]]).filter(([step, time]) => step > 0 && typeof time === "number").slice(-6);
+  if (times.length < 2) return 0;
+  const [[firstStep, firstTime], [lastStep, lastTime]] = [times[0], times[times.length - 1]];
+  return lastStep > firstStep ? ((total - lastStep) * (lastTime - firstTime)) / (lastStep - firstStep) : 0;
+}
+
 /** The headline of one run. */
 function card(run, number) {
   const known = store.head.runs[number];
   const facts = [];
   const lastOf = (name) => (run.columns.get(name) || []).findLast((value) => value !== null);
-  const firstOf = (name) => (run.columns.get(name) || []).find((value) => value !== null);
-  if (run.steps.length) facts.push(["steps", short(run.steps[run.steps.length - 1])]);
+  const firstOf = (name) => (run.columns.get(name) || []).find((value, i) => value !== null && !(isValidation(name) && shareOfRows(run, i) < 1));
+  const change = (name) => [...new Set([short(firstOf(name)), short(lastOf(name))])].join(" → ");
+  if (run.steps.length) {
+    const last = run.steps[run.steps.length - 1];
+    facts.push(["steps", known.total ? `${short(last)} of ${short(known.total)}` : short(last)]);
+    const seconds = secondsLeft(run, known.total);
+    if (seconds > 0) facts.push(["left, at the last steps' speed", duration(seconds)]);
+  }
   const times = run.times.filter((time) => time !== null);
   if (times.length > 1) facts.push(["time", duration(times[times.length - 1] - times[0])]);
-  for (const name of [...run.columns.keys()].filter((metric) => FIRST_CURVES[0].test(metric)).slice(0, 2)) {
+  for (const name of [...run.columns.keys()].filter((metric) => FIRST_CURVES[0].test(metric) || VALIDATION_LOSSES.test(metric)).slice(0, 2)) {
     const ends = run.intervals.get(name) && run.intervals.get(name).get(run.steps.findLast((step) => run.intervals.get(name).has(step)));
-    facts.push([name.split("/").slice(1).join("/"), `${short(firstOf(name))} → ${short(lastOf(name))}${range(ends)}`]);
+    facts.push([name.split("/").slice(1).join("/"), `${change(name)}${range(ends)}`]);
   }
   for (const [name, text] of [["critic/score/mean", "training reward"], ["response_length/mean", "response length"]]) {
-    if (run.columns.has(name)) facts.push([text, `${short(firstOf(name))} → ${short(lastOf(name))}`]);
+    if (run.columns.has(name)) facts.push([text, change(name)]);
   }
   if (run.columns.has("perf/throughput")) facts.push(["tokens/s per device", short(lastOf("perf/throughput"))]);
   const dot = el("span", { class: "run-dot" });

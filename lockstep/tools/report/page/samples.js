@@ -11,9 +11,14 @@ function drawSamples() {
   }
   if (!samplesMade) {
     samplesMade = true;
+    list.selected = -1;
     panel.replaceChildren(filterBar(), el("div", { class: "browser" }, makeTable(choose, sortBy), el("div", { id: "detail", class: "detail", tabindex: -1, "aria-label": "One sample", role: "region" })));
   }
   refreshSamples(true);
+  if (list.selected < 0 && view.order.length && innerWidth > 900) { // where list and sample stand side by side
+    selectInList(view.order[0]);
+    showDetail(view.order[0]);
+  }
 }
 
 /** Filter and sort again. */

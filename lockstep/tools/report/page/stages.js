@@ -36,7 +36,7 @@ function runStages(run, number) {
     section.append(el("h3", { text: "Seconds by step" }), stackedBars(times, colour, show), one, stageTable(times, names, colour));
     show(times.length - 1);
   }
-  section.append(el("h3", { text: "Peak GPU memory by stage" }), memoryTable(run));
+  section.append(el("h3", { text: "Peak memory by stage" }), memoryTable(run));
   return section;
 }
 

@@ -1,6 +1,6 @@
 // The list of samples. Only the rows in sight are elements, so that a hundred thousand scroll like ten.
 
-const ROW_HEIGHT = 34;
+const ROW_HEIGHT = 46;
 const COLUMNS = [
   ["step", "step"], ["reward", "reward"], ["length", "tokens"], ["kl", "KL"], ["outcome", "outcome"],
 ];
@@ -78,7 +78,7 @@ function fillRow(cells, place) {
   cells.response.textContent = "…";
   textsOf(row).then((texts) => {
     if (cells.row !== row) return;
-    cells.prompt.textContent = excerpt(question(texts.prompt), 60);
+    cells.prompt.textContent = excerpt(question(texts.prompt), 160);
     cells.response.textContent = excerpt(texts.response, 160);
   });
 }

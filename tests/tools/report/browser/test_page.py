@@ -5,9 +5,11 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.report_run import HOSTILE, make_run
 
+from lockstep.tools.report import write_report
 from lockstep.tools.report.watch import make_server
 
 DASH = "\u2013"
@@ -188,8 +190,7 @@ def test_siblings_are_side_by_side(report, open_page):
 def test_the_keyboard_does_all_of_it(report, open_page):
     page = open_page(report)
     page.keyboard.press("2")
-    page.wait_for_selector(".scroller .row")
-    page.keyboard.press("j")
+    page.wait_for_selector(".scroller .row")  # the first sample is chosen
     page.keyboard.press("j")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("k")
@@ -348,3 +349,39 @@ def test_watch_shows_a_step_when_it_is_done(tmp_path, open_page):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_small_numbers_are_whole_and_the_first_sample_is_shown_at_once(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+    for file in (run / "samples").glob("*.npz"):
+        arrays = dict(np.load(file))
+        arrays["kl"][:] = np.float16(-4.77e-7)
+        np.savez(file, **arrays)
+    write_report([run], run / "report.html")
+    page = open_page(run / "report.html")
+    page.click("#tab-samples")
+    page.wait_for_selector("#detail .facts")
+    page.wait_for_selector(".scroller .cell.kl:has-text('e-7')")
+    cut = page.evaluate("[...document.querySelectorAll('.scroller .cell.kl')].filter((c) => c.scrollWidth > c.clientWidth).length")
+    assert cut == 0
+
+
+def test_a_validation_of_a_part_of_the_rows_is_not_joined_to_the_others(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[0]["val-aux/share_of_rows"] = 0.5
+    lines[3]["val-core/words/reward/mean@1"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "alarms.jsonl").write_text(
+        json.dumps({"step": 1, "name": "flat", "text": "t", "key": "the reward (try `lockstep rewards check`)"}) + "\n"
+    )
+    write_report([run], run / "report.html")
+    page = open_page(run / "report.html")
+    chart = "[data-metric='val-core/words/reward/mean@1']"
+    page.wait_for_selector(f"{chart} circle")
+    assert page.locator(f"{chart} circle.partial").count() == 1
+    assert page.get_attribute(f"{chart} path.line", "d").count("M") == 2
+    assert "0.5 → 0.75" in page.inner_text(".card")  # 0.25 was of other rows
+    page.click("#tab-alarms")
+    assert page.inner_text("#alarms code") == "lockstep rewards check"
+    assert "`" not in page.inner_text("#alarms")
