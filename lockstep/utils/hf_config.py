@@ -117,3 +117,5 @@ def _packed_limits(config: Any) -> Iterator[RowLimit]:
         yield RowLimit(config.attention_chunk_size, "attention_chunk_size", reason)
     if getattr(config, "attn_temperature_tuning", False):
         yield RowLimit(config.floor_scale - 1, "floor_scale", "queries behind it are scaled by their place in the pass")
+    if config.model_type == "phimoe" and getattr(config, "sliding_window", None):
+        yield RowLimit(config.sliding_window, "sliding_window", "this family has its window in a mask only, which is not computed")

@@ -55,6 +55,7 @@ LIMITED: dict[str, tuple[str, int, dict[str, Any]]] = {
         16,
         {"max_position_embeddings": 16, "rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 4.0}},
     ),
+    "phimoe": ("sliding_window", 16, {**_EXPERTS, "sliding_window": 16}),
     "llama4_text": (
         "attention_chunk_size",
         16,
