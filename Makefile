@@ -117,7 +117,7 @@ REPORT_BIN := $(REPORT_VENV)/bin
 REPORT_READY := $(REPORT_VENV)/.ready
 $(REPORT_READY): constraints.txt
 	test -x $(REPORT_BIN)/python || $(PYTHON) -m venv $(REPORT_VENV)
-	$(REPORT_BIN)/pip install -q -c constraints.txt numpy omegaconf hydra-core pytest pytest-timeout
+	$(REPORT_BIN)/pip install -q -c constraints.txt numpy omegaconf pytest pytest-timeout
 	$(REPORT_BIN)/pip install -q playwright==1.65.0 pillow==13.0.0
 	command -v chromium || (apt-get update && apt-get install -y chromium) > /dev/null
 	touch $@

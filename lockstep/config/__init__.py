@@ -1,6 +1,6 @@
 """Configuration: typed dataclasses, one file a section. A default is written here and nowhere else; nothing here imports torch.
 
-`load.py` turns a command line (Hydra's syntax) into a `PPOConfig`; `presets.py` holds the embedded task's values; `arithmetic.py`
+`load.py` turns a command line (overrides.py) into a `PPOConfig`; `presets.py` holds the embedded task's values; `arithmetic.py`
 says the batch sizes in plain words; `reference.py` writes the list of keys.
 """
 

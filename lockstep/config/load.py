@@ -1,4 +1,4 @@
-"""From a command line to a configuration: Hydra reads the overrides, the dataclasses say what is valid."""
+"""From a command line to a configuration: overrides.py reads the arguments, the dataclasses say what is valid."""
 
 import dataclasses
 import difflib
@@ -12,13 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from lockstep.config import follow
 from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
+from lockstep.config.overrides import parse_override
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
 from lockstep.config.secrets import redacted, remember
@@ -57,7 +56,7 @@ class Layer:
 
 
 def load_config(overrides: Sequence[str] = (), config_file: str | Path | None = None, algorithm: str = "ppo") -> PPOConfig:
-    """PPO's configuration that Hydra-style `overrides` ("data.train_batch_size=64") and a YAML file describe.
+    """PPO's configuration that `overrides` ("data.train_batch_size=64", see overrides.py) and a YAML file describe.
 
     Values are laid over each other in this order: dataclass defaults, the embedded preset (only when neither data nor model is
     named), the preset of `algorithm`, the file, the overrides. Raises ConfigError for an unknown key (naming the nearest valid one) or a
@@ -190,7 +189,7 @@ def read_keys(path: str | Path) -> dict[str, Any]:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The keys that Hydra-style overrides set, with their values. Raises ConfigError for an unknown one."""
+    """The keys that overrides set, with their values. Raises ConfigError for an unknown one."""
     return dict(_read_override(text, [], PPOConfig) for text in overrides)
 
 
@@ -290,27 +289,19 @@ def _nearest_key(key: str, keys: Sequence[str]) -> str | None:
 
 def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     """The key and the value of an override; the keys that it sets, which are several for a dict, are added to `named`."""
-    try:
-        parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        innermost: BaseException = error
-        while innermost.__cause__ is not None and str(innermost.__cause__) not in ("", "None"):
-            innermost = innermost.__cause__
-        quoted = "; keys of a dict are not quoted: {a: 1}" if re.search(r"[{,]\s*['\"]", text) else ""
-        raise ConfigError(f"cannot read '{text}': expected key=value. {_one_line(innermost)}{quoted}") from error
-    key = parsed.key_or_group
-    if parsed.is_delete():
+    override = parse_override(text)
+    key, value = override.key, override.value
+    if override.is_delete:
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
-    if parsed.is_sweep_override():
-        raise ConfigError(
-            f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b] (a text with commas: "
-            f"'{key}=\"a,b\"')"
-        )
-    value = parsed.value()
     if isinstance(value, dict):
         named += _checked_keys(OmegaConf.create(value), root, f"{key}.")
     else:
         check_key(key, root)
+        if override.is_several and type_of(key, root) not in (str, str | None, Any, None):
+            raise ConfigError(
+                f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b] (a text with commas: "
+                f"'{key}=\"a,b\"')"
+            )
         _check_switch(key, value, root)
         named.append(key)
     return key, [value] if isinstance(value, str) and _is_list(key, root) else value
@@ -376,19 +367,6 @@ def plain(values: Any) -> Any:
     return OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
 
 
-def override_text(value: Any) -> str:
-    """A value as Hydra reads it on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(override_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{override_text(entry)}' for key, entry in value.items())}}}"
-    text = str(value)
-    plain = not isinstance(value, str) or re.fullmatch(r"[\w./@%+-]+(:[\w./@%+-]+)*", text)
-    return text if plain else "'" + text.replace("'", r"\'") + "'"
-
-
 def _to_object(node: Any, root: type[T]) -> T:
     with readable_errors():
         # Before the object is made, which gets a name that must not depend on what was loaded before.
@@ -413,6 +391,11 @@ def readable_errors() -> Iterator[None]:
     """What OmegaConf raises inside becomes a ConfigError of one line."""
     try:
         yield
+    except GrammarParseError as error:
+        raise ConfigError(
+            f"an interpolation cannot be read ({str(error).splitlines()[0]}); it is written ${{section.key}}, and a text that is none is "
+            "written with \\${"
+        ) from error
     except OmegaConfBaseException as error:
         # OmegaConf wraps what a __post_init__ raises; the user wants the message itself.
         cause: BaseException | None = error

@@ -202,7 +202,7 @@ def test_the_options_are_read_in_verls_notation():
     ("options", "message"),
     [
         (("tokens", 2.0, False, None, None), "rollout_is 'tokens'; did you mean 'token'"),
-        (("token", 0.55, False, None, None), "cuts weights below 1.*0.5_5.0"),  # what Hydra makes of 0.5_5
+        (("token", 0.55, False, None, None), "cuts weights below 1.*0.5_5.0"),  # what YAML makes of 0.5_5
         (("token", "a_b", False, None, None), "cannot be read"),
         (("token", "2.0_5.0", False, None, None), "leaves out 1"),
         ((None, 2.0, False, "seq_max_k1", 2.0), "rollout_rs 'seq_max_k1'; did you mean"),

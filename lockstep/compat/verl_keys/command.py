@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
-from lockstep.compat.verl_keys.keys import Verdict, judge_all, overrides, table
+from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, table
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.load import has_key, leaves, plain, readable_errors
+from lockstep.config.overrides import parse_override
 from lockstep.config.yaml_file import read_yaml as read_file
 from lockstep.errors import ConfigError, as_command
 from lockstep.utils.shell import started_commands
@@ -132,10 +130,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _read_override(text: str) -> tuple[str, Any]:
     try:
-        parsed = OverridesParser.create().parse_override(text)
-        return parsed.key_or_group, None if parsed.is_delete() else parsed.value()
-    except HydraException:
+        override = parse_override(text)
+    except ConfigError:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"cannot read '{text}': expected key=value") from None
-        return key.lstrip("+~"), value  # what Hydra cannot read is a string
+            raise
+        return key.lstrip("+~"), value  # an open bracket or quote is part of a text
+    if override.is_delete:
+        return override.key, None
+    return override.key, Several(override.value) if override.is_several else override.value

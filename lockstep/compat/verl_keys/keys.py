@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from hydra.core.override_parser.types import Sweep
 
-from lockstep.config.load import has_key, override_text
+from lockstep.config.load import has_key
+from lockstep.config.overrides import override_text
 
 Kind = Literal["accepted", "translated", "ignored", "refused", "unknown", "default"]
 
@@ -19,6 +19,12 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that switch a thing off, which needs no refusal."""
 _DYNAMIC = {"actor_rollout_ref.actor": "ppo_", "critic": "ppo_", "actor_rollout_ref.ref": "log_prob_", "reward_model": ""}
 """Section -> how its size in rows begins, which use_dynamic_bsz switches off."""
+
+
+class Several(str):
+    """Text with commas and without quotes, which stands for several values in Hydra."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ def rows() -> list[KeyRule]:
 
 
 def judge(key: str, value: Any) -> Verdict:
-    """The verdict on one key of verl's with its value (None, a bool, a number, a string, a list, a dict, or Hydra's for several)."""
-    if isinstance(value, Sweep):
+    """The verdict on one key of verl's with its value (None, a bool, a number, a string, a list, a dict, or Several)."""
+    if isinstance(value, Several):
         return Verdict(key, "refused", "it names several values, and one command starts one run: a list is '[a,b]', in quotes")
     verdict = next((_ruled(row, found, value) for row in rows() if row.sign != "=" and (found := row.pattern.fullmatch(key))), None)
     verdict = verdict or _same(key, value)
