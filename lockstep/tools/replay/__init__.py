@@ -4,6 +4,8 @@ The rows come from the capsule, the weights from the checkpoint that it names. E
 same kind of device the numbers come out the same to rounding. What environments said is in the capsule too: none of them is asked.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import json
@@ -12,20 +14,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.checkpoint import folders
 from lockstep.config.load import read_layers
 from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
 from lockstep.observability.metrics import MACHINE_METRICS, RANK_METRICS
 from lockstep.tools.replay.trust import check_safe
-from lockstep.trainer.run.capsule import read_capsule, weights_differ
-from lockstep.trainer.run.loop import Run
 from lockstep.utils.printable import say
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.loop import Run
 
 PROGRAMS = {
     "PPOConfig": "lockstep.trainer.main_ppo",
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("keys", nargs="*", metavar="key=value", help="for another machine, such as trainer.device=cpu")
     given = parser.parse_intermixed_args(arguments)
+    from lockstep.trainer.run.capsule import read_capsule  # brings torch
+
     capsule = read_capsule(given.file)
     failure = capsule["failure"]
     left_out: set[str] = set()
@@ -99,6 +103,8 @@ def replayed(
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config_of_run)))
     except OmegaConfBaseException as error:
         raise ConfigError(f"the capsule's configuration cannot be read: {' '.join(str(error).split())}") from error
+    from lockstep.checkpoint import folders
+
     program = importlib.import_module(PROGRAMS[capsule["recipe"]])
     config = program.load(overrides, folder / "config.yaml")
     with program.opened(config) as run:
@@ -159,6 +165,8 @@ def _here(capsule: Mapping[str, Any], folder: Path, weights: Path | None, given:
     if capsule["config"].get("reference", {}).get("mode") == "file":
         keys += ["reference.mode=model", "reference.folder=null"]  # a file of all rows' log-probs is not made for a few
     if capsule["weights"] is not None:
+        from lockstep.trainer.run.capsule import weights_differ
+
         start = weights or Path(capsule["weights"]["name"])
         if not start.is_dir():
             raise DataError(f"{start} is not here; name the checkpoint of step {capsule['from_step']} with --weights")

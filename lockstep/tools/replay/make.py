@@ -8,7 +8,6 @@ from pathlib import Path
 from lockstep.checkpoint import folders
 from lockstep.errors import DataError, as_command
 from lockstep.tools.replay import PROGRAMS
-from lockstep.trainer.run.capsule import write_capsule
 from lockstep.utils.printable import say
 
 
@@ -23,6 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="the file (default: capsule_step_N.json in the run's folder)")
     given = parser.parse_args(arguments)
     recipe = _recipe(given.run)
+    from lockstep.trainer.run.capsule import write_capsule  # brings torch
+
     program = importlib.import_module(PROGRAMS[recipe])
     keys = [f"trainer.default_local_dir={given.run}", "trainer.worker_group=local", "trainer.n_gpus_per_node=1", "trainer.nnodes=1"]
     with program.opened(program.load([*keys, "trainer.device=cpu"], given.run / "config.yaml")) as run:

@@ -136,6 +136,7 @@ function drawSeries(plot, one, scale) {
   const path = (ys, name) => {
     const node = svg("path", { class: name, d: line(ys) });
     node.style.stroke = colour;
+    if (one.partial[0] && one.partial[one.partial.length - 1]) node.setAttribute("stroke-dasharray", "4 3");
     plot.append(node);
   };
   one.intervals.forEach((ends, i) => {

@@ -6,7 +6,7 @@ const FIRST_CURVES = [
   /^actor\/grad_norm$/, /^critic\/vf_explained_var$/, /^training\/rollout_log_probs_diff_max$/, /^perf\/throughput$/,
 ];
 const VALIDATION_LOSSES = /^val\/(loss|nll|accuracy|kl)$/;
-const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$/;
+const HIDDEN_CURVES = /^(training\/global_step|training\/epoch)$|^val-aux\/.*\/(low|high)$|^val-first\//;
 let curves = [];
 let shownNames = "";
 
@@ -19,7 +19,12 @@ function seriesOf(metric) {
     const xs = chartOptions.x === "time" ? run.times.map((time) => time - begin) : run.steps;
     const known = run.intervals.get(metric);
     const partial = isValidation(metric) ? run.steps.map((_, i) => shareOfRows(run, i) < 1) : null;
-    return [{ number, name: store.head.runs[number].name, xs, ys, partial, intervals: known ? run.steps.map((step) => known.get(step)) : null }];
+    const whole = { number, name: store.head.runs[number].name, xs, ys, partial, intervals: known ? run.steps.map((step) => known.get(step)) : null };
+    const again = run.columns.get(`val-first/${metric}`);
+    if (!again) return [whole];
+    // The rows of the validation before training, which were a part, are a series of their own: later steps have them as val-first.
+    const first = { ...whole, name: `${whole.name}, rows of the first validation`, ys: ys.map((y, i) => (partial[i] ? y : again[i])), partial: ys.map(() => true), intervals: null };
+    return [{ ...whole, ys: ys.map((y, i) => (partial[i] ? null : y)) }, first];
   });
 }
 
@@ -123,6 +128,8 @@ function card(run, number) {
   for (const name of [...run.columns.keys()].filter((metric) => FIRST_CURVES[0].test(metric) || VALIDATION_LOSSES.test(metric)).slice(0, 2)) {
     const ends = run.intervals.get(name) && run.intervals.get(name).get(run.steps.findLast((step) => run.intervals.get(name).has(step)));
     facts.push([name.split("/").slice(1).join("/"), `${change(name)}${range(ends)}`]);
+    const [before, again] = [(run.columns.get(name) || []).find((value) => value !== null), lastOf(`val-first/${name}`)];
+    if (again !== undefined) facts.push(["the same on the rows of the first validation", `${short(before)} → ${short(again)}`]);
   }
   for (const [name, text] of [["critic/score/mean", "training reward"], ["response_length/mean", "response length"]]) {
     if (run.columns.has(name)) facts.push([text, change(name)]);

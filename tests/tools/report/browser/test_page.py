@@ -385,3 +385,23 @@ def test_a_validation_of_a_part_of_the_rows_is_not_joined_to_the_others(tmp_path
     page.click("#tab-alarms")
     assert page.inner_text("#alarms code") == "lockstep rewards check"
     assert "`" not in page.inner_text("#alarms")
+
+
+def test_the_rows_of_the_first_validation_are_a_series_of_their_own(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[0]["val-aux/share_of_rows"] = 0.5
+    name = "val-core/words/reward/mean@1"
+    lines[3] |= {name: 0.5, f"val-first/{name}": 0.3}
+    lines[6][f"val-first/{name}"] = 0.35
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report([run], run / "report.html")
+    page = open_page(run / "report.html")
+    page.wait_for_selector(f"[data-metric='{name}'] circle")
+    assert page.locator(f"[data-metric='{name}'] circle").count() == 2 + 3
+    assert page.locator(f"[data-metric='{name}'] circle.partial").count() == 3
+    label = page.get_attribute(f"[data-metric='{name}'] svg", "aria-label")
+    assert "run: first 0.5, last 0.75" in label
+    assert "rows of the first validation: first 0.25, last 0.35" in label
+    assert "0.25 → 0.35" in page.inner_text(".card")
+    assert page.locator("[data-metric^='val-first']").count() == 0
