@@ -67,6 +67,16 @@ def prepare(directory: Path, seed: int, target_accuracy: float = 0.3) -> Embedde
     return EmbeddedTask(model_dir, *prepare_prompts(directory, seed), warm_up.global_steps, warm_up.accuracy)
 
 
+def prepare_untrained(directory: Path, seed: int) -> tuple[Path, Path, Path]:
+    """Make the files of `prepare` without the warm-up: the model, with weights that know nothing, and the files of prompts."""
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(seed)
+        tokenizer = make_tokenizer()
+        LlamaForCausalLM(model_config(tokenizer)).save_pretrained(directory / "model")
+        tokenizer.save_pretrained(directory / "model")
+    return directory / "model", *prepare_prompts(directory, seed)
+
+
 def widen_context(model: Path, longest: int) -> None:
     """Make the model in the folder hold sequences of `longest` tokens: its weights do not depend on the length."""
     path = model / "config.json"

@@ -169,7 +169,8 @@ def waiting_console() -> Any:
 
 
 def control_echo_off(stream: IO[str]) -> list[Any] | None:
-    """Have the terminal not echo Ctrl-C as ^C, which would shift what is redrawn; returns the settings before, for `restore_echo`.
+    """Have the terminal neither echo Ctrl-C as ^C nor drop output that it has not shown yet: both would shift what is redrawn. Returns the
+    settings before, for `restore_echo`.
 
     Does nothing where `stream` is no terminal, or that of other processes in the foreground.
     """
@@ -179,7 +180,7 @@ def control_echo_off(stream: IO[str]) -> list[Any] | None:
             return None
         before = termios.tcgetattr(descriptor)
         changed = [*before]
-        changed[3] &= ~termios.ECHOCTL
+        changed[3] = changed[3] & ~termios.ECHOCTL | termios.NOFLSH
         termios.tcsetattr(descriptor, termios.TCSANOW, changed)
         return before
     except (OSError, ValueError, termios.error):  # no descriptor, or no controlling terminal

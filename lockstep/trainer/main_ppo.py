@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,14 @@ from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError
 from lockstep.trainer.run.program import read_run, read_tokenizer, run_program, worker_group
-from lockstep.trainer.run.setup import check_engines, fitted_to_models, reward_arguments, with_embedded_task
+from lockstep.trainer.run.setup import (
+    check_engines,
+    fitted_to_models,
+    removed_if_refused,
+    reward_arguments,
+    warm_up_embedded,
+    with_embedded_files,
+)
 from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
@@ -36,12 +43,22 @@ def load(overrides: list[str], config_file: Path | None, algorithm: str = "ppo")
 
         overrides, config_file = from_verl([word for word in overrides if word != "--from-verl"], config_file), None
     try:
-        return read_run(PPOConfig, overrides, config_file, algorithm)
+        return read_run(PPOConfig, overrides, config_file, algorithm, check_data_named)
     except ConfigError:
         from lockstep.compat.verl_keys.command import check_arguments
 
         check_arguments(overrides, config_file)  # if keys are verl's, its error says so
         raise
+
+
+def check_data_named(config: PPOConfig) -> None:
+    """Raise ConfigError for a model of the user's without data: the embedded task's words are for the embedded model."""
+    model = config.actor_rollout_ref.model.path
+    if config.data.train_files == EMBEDDED and model != EMBEDDED:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model} is set but data.train_files is not: the embedded task (write a word backwards) is for "
+            "the embedded model; set data.train_files to a parquet, json or jsonl file with a 'prompt' column"
+        )
 
 
 def run(config: PPOConfig) -> None:
@@ -74,12 +91,15 @@ def opened(config: PPOConfig) -> Iterator[RayPPOTrainer]:
     if not embedded:
         config = fitted_to_models(config)
         check_engines(config)
-    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls:
+    with worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls, ExitStack() as stack:
+        with removed_if_refused(config.trainer.run_dir / "embedded_task"):
+            if embedded:
+                config = fitted_to_models(with_embedded_files(config))
+                check_engines(config)
+            trainer = stack.enter_context(closing(_trainer(config, group_cls)))
         if embedded:
-            config = fitted_to_models(with_embedded_task(config))
-            check_engines(config)
-        with closing(_trainer(config, group_cls)) as trainer:
-            yield trainer
+            warm_up_embedded(config)
+        yield trainer
 
 
 def _trainer(config: PPOConfig, ray_worker_group_cls: Any) -> RayPPOTrainer:

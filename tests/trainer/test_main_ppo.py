@@ -13,6 +13,7 @@ import torch
 from helpers.tiny import save_tiny_model
 
 from lockstep.config import load_config
+from lockstep.embedded import task
 from lockstep.errors import ResourceError
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer import main_ppo
@@ -149,6 +150,27 @@ def test_bad_input_is_one_clear_error_before_any_model_is_loaded(case, good, tmp
 
 
 @pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["algorithm.adv_estimator=grop"], "algorithm.adv_estimator"),
+        (["agent.tools=[nowhere.py:add]"], "nowhere.py"),
+        (["reward.custom_reward_function.path=nowhere.py"], "nowhere.py"),
+        (["data.val_files=nowhere.parquet"], "nowhere.parquet"),
+        (["actor_rollout_ref.model.path=smollm2-135m"], "data.train_files"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_embedded_task_refuses_before_its_warm_up_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, key):
+    monkeypatch.setattr(task, "_WarmUp", lambda *_: pytest.fail("a model was warmed up"))
+    folder = tmp_path / "runs" / "mine"
+    assert main_ppo.main([*arguments, f"trainer.default_local_dir={folder}", "trainer.device=cpu"], algorithm="grpo") == 1
+    out, error = capsys.readouterr()
+    assert key in error
+    assert "first run" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     "loads",
     [
         "transformers.AutoTokenizer.from_pretrained",
@@ -275,7 +297,9 @@ def test_the_run_folder_says_what_was_run(good, tmp_path, capsys):
     again = load_config(config_file=tmp_path / "run" / "config.yaml")
     assert again.trainer.seed == 7
     assert again.data.train_batch_size == 8
-    assert "8 prompts x 1 samples = 8 responses" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "8 prompts x 1 samples = 8 responses" in out
+    assert out.count(f"the run's folder: {tmp_path / 'run'}\n") == 1
 
 
 def test_a_first_run_on_a_cpu_says_its_size_and_the_keys_that_change_it(capsys):

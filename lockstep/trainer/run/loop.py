@@ -310,7 +310,7 @@ class Run(ABC):
         saved = f"the newest checkpoint is {newest}; the same command goes on from it" if newest else "there is no checkpoint"
         text = f"{why}: ended after step {self.global_steps} of {self.total_steps}; {saved}"
         report = f"\n  a report to open in a browser: lockstep report {shlex.quote(str(run_dir))}"
-        return text + (report if self.global_steps else "")
+        return text + (report if self.global_steps and self.section.save_freq else "")
 
     def _acknowledge(self, number: signal.Signals) -> None:
         """Tell the user what a first signal does, how long that takes, and what a second one does."""

@@ -59,7 +59,6 @@ def run_program(
         with shown_waits(sys.stdout, is_live):  # it may have to import PyTorch to know the device
             config = load(overrides, config_file)
         check_trackers(config.trainer.logger)
-        say(f"the run's folder: {config.trainer.run_dir}", flush=True)
         check_folder(config.trainer.run_dir)
         with shown_waits(sys.stdout, is_live):
             with progress("importing PyTorch and transformers"):
@@ -83,16 +82,27 @@ def run_program(
     return 0
 
 
-def read_run(root: type[Config], overrides: Sequence[str], config_file: Path | None = None, algorithm: str = "ppo") -> Config:
-    """The configuration that the command line describes; prints which values are not the usual ones although the user did not set them."""
+def read_run(
+    root: type[Config],
+    overrides: Sequence[str],
+    config_file: Path | None = None,
+    algorithm: str = "ppo",
+    check: Callable[[Config], None] = lambda config: None,
+) -> Config:
+    """The configuration that the command line describes; prints which values are not the usual ones although the user did not set them.
+
+    Nothing is printed where `check`, or the configuration itself, raises.
+    """
     layers = read_layers(root, overrides, config_file, algorithm, _device_of)
+    config = of_layers(root, layers)
+    check(config)
     for layer in layers:
         if layer.origin == first_run.ORIGIN:
             leave_terminal()  # keys that are to be copied are not wrapped
             say(first_run.in_words(algorithm), flush=True)
         elif layer.origin == follow.ORIGIN:
             say(follow.in_words(dict(layer.values)), flush=True)
-    return of_layers(root, layers)
+    return config
 
 
 def _device_of(name: str) -> str:

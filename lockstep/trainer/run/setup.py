@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lockstep.config import PPOConfig
@@ -17,7 +19,7 @@ from lockstep.config.load import fitted
 from lockstep.config.reward import JudgeConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import StageConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
@@ -28,15 +30,35 @@ Run = TypeVar("Run", PPOConfig, StageConfig, SFTConfig, DistillConfig)
 
 def with_embedded_task(config: PPOConfig) -> PPOConfig:
     """The same configuration with the embedded task's files made and named: without its model where there is one of the user's."""
-    from lockstep.embedded import prepare, prepare_prompts, widen_context
+    config = with_embedded_files(config)
+    warm_up_embedded(config)
+    return config
 
-    directory, model = config.trainer.run_dir / "embedded_task", config.actor_rollout_ref.model
+
+def with_embedded_files(config: PPOConfig) -> PPOConfig:
+    """The same, but the model knows nothing until `warm_up_embedded`: enough for all checks that need no weights."""
+    from lockstep.embedded import prepare_prompts, prepare_untrained, widen_context
+
+    directory, model = _embedded_folder(config), config.actor_rollout_ref.model
     if model.path != EMBEDDED:
         print(f"the embedded task: write a word backwards. Making data in {directory} ...", flush=True)
         train_file, val_file = prepare_prompts(directory, config.trainer.seed)
-        data = dataclasses.replace(config.data, train_files=str(train_file), val_files=config.data.val_files or str(val_file))
-        return dataclasses.replace(config, data=data)
-    print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
+    else:
+        print(f"the embedded task: write a word backwards. Making data and a model in {directory} ...", flush=True)
+        folder, train_file, val_file = prepare_untrained(directory, config.trainer.seed)
+        widen_context(folder, config.data.max_prompt_length + config.data.max_response_length)
+        model = dataclasses.replace(model, path=str(folder))
+    data = dataclasses.replace(config.data, train_files=str(train_file), val_files=config.data.val_files or str(val_file))
+    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
+
+
+def warm_up_embedded(config: PPOConfig) -> None:
+    """Teach the model that `with_embedded_files` made its task, where `config` names that model."""
+    from lockstep.embedded import prepare, widen_context
+
+    directory = _embedded_folder(config)
+    if str(config.actor_rollout_ref.model.path) != str(directory / "model"):
+        return
     with progress("supervised warm-up"):
         task = prepare(directory, config.trainer.seed)
     widen_context(task.model, config.data.max_prompt_length + config.data.max_response_length)
@@ -45,9 +67,25 @@ def with_embedded_task(config: PPOConfig) -> PPOConfig:
         f"{task.warmup_accuracy:.2f}",
         flush=True,
     )
-    model = dataclasses.replace(model, path=str(task.model))
-    data = dataclasses.replace(config.data, train_files=str(task.train_file), val_files=config.data.val_files or str(task.val_file))
-    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, model=model))
+
+
+def _embedded_folder(config: PPOConfig) -> Path:
+    return config.trainer.run_dir / "embedded_task"
+
+
+@contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove `folder`, and those around it that are empty then, after a LockstepError inside; folders that were there before stay."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except LockstepError:
+        if folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in made[1:]:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+        raise
 
 
 def fitted_to_models(config: Run) -> Run:
