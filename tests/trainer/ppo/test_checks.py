@@ -344,7 +344,7 @@ def test_every_data_source_must_have_its_reward_before_the_run():
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_estimators_that_compare_samples_need_more_than_one_a_prompt(estimator):
     with pytest.raises(ConfigError, match=rf"adv_estimator={estimator} compares.*rollout\.n=1"):
-        check_algorithm(as_config({"algorithm": {"adv_estimator": estimator}}))
+        check_algorithm(as_config({"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"rollout": {"n": 1}}}))
     check_algorithm(as_config({"algorithm": {"adv_estimator": "reinforce_plus_plus"}}))
 
 
