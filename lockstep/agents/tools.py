@@ -91,11 +91,11 @@ class NamedTool(Tool):
     """A tool that another process loads again by its name in the configuration, so that it may call anything. The schema is sent along:
     making one from a function imports transformers, which takes seconds."""
 
-    path: str = ""
+    source: str = ""
     attribute: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_tool, (self.path, self.attribute, self.schema)
+        return load_tool, (self.source, self.attribute, self.schema)
 
 
 def load_tool(path: str, attribute: str, schema: dict[str, Any] | None = None) -> NamedTool:

@@ -413,6 +413,10 @@ _EXPECTED = (
         r"(?:field '.*' is not Optional|Incompatible value 'None' for field of type '.*')()",
         "must have a value; leave it out and it has its default: it cannot be null",
     ),
+    (
+        r"Value '?(.*?)'? \(\w+\) is incompatible with type hint 'typing\.Dict\[str, float\]'",
+        "must be a mapping of judges to weights, such as {rule: 1.0, model: 0.2}, not",
+    ),
     (r"Invalid value assigned: .* is not a ListConfig, list or tuple\.?()", "must be a list such as [a,b]"),
 )
 """What OmegaConf says of a value of another type, and what was expected instead."""

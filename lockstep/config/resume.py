@@ -18,6 +18,7 @@ _FREE = (
     "*.max_memory_mb",
     "sampled.*", "data.val_*", "*.val_kwargs.*", "*.max_num_seqs", "*.max_num_batched_tokens", "*.gpu_memory_utilization",
     "*.free_cache_engine", "*.enforce_eager", "*.weight_sync*", "*.fallback_to_hf", "reward.max_failure_rate", "reward.sandbox.*",
+    "reward.retries",
     "agent.record", "agent.recorded", "agent.max_environments",
 )  # fmt: skip
 """How long, where and how fast: these may change. What is in _KEPT may not, although a pattern here fits it."""

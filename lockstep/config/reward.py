@@ -80,16 +80,21 @@ class JudgeConfig:
     """Who judges: data_source, or * for every other -> judge (rule, model, sandbox, or a name in functions) -> weight."""
     timeout_s: float = 30.0
     """Longest time that one call of a reward function may take."""
+    retries: int = 0
+    """How often a call of a reward function that raised, was late or lost its process is made again: for judges over a network. Each call
+    has the deadline timeout_s; before the next are 1, 2, 4, ... s, at most 30."""
     num_workers: int | None = None
     """Processes that call reward functions; null: one a core, at most 8."""
     max_memory_mb: int | None = 8192
     """Memory of each of these processes, and of each process that it starts; null: no limit."""
     max_failure_rate: float = 0.1
-    """Largest share of a batch whose reward may be missing (a function raised, hung or returned no number) before the run stops."""
+    """Largest share of a batch whose reward may be missing (a function raised, hung or returned no number) before the run stops. In a
+    validation, of perhaps few rows, the run stops only when so many are missing that chance does not explain them at this rate, or all."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
         at_least(self, "reward", 0.001, "timeout_s")
+        at_least(self, "reward", 0, "retries")
         at_least(self, "reward", 1, "num_workers")
         at_least(self, "reward", 256, "max_memory_mb")
         in_range(self, "reward", 0.0, 1.0, "max_failure_rate")

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 from lockstep.processes.child import HEADER, MARK, FunctionReference
@@ -67,10 +68,10 @@ class KillableWorker:
         try:
             arguments = pickle.dumps(kwargs, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise CallFailed(f"the arguments of {_name(function)} cannot be sent to another process: {error}") from error
+            raise CallFailed(f"the arguments of {function_name(function)} cannot be sent to another process: {error}") from error
         with self._lock:
             self._load(reference, function)
-            return self._exchange(reference, arguments, timeout_s, _name(function))
+            return self._exchange(reference, arguments, timeout_s, function_name(function))
 
     def load(self, function: Callable[..., Any]) -> None:
         """Start the child and import the function's module there, if that is still to be done. Raises as `call` does."""
@@ -97,7 +98,7 @@ class KillableWorker:
             self._process, self._owner = _spawn(self._max_memory_mb), os.getpid()
             self._loaded.clear()
         if reference not in self._loaded:
-            self._exchange(reference, None, START_S, f"importing {_name(function)}")
+            self._exchange(reference, None, START_S, f"importing {function_name(function)}")
             self._loaded.add(reference)
 
     def _exchange(self, reference: FunctionReference, arguments: bytes | None, timeout_s: float, what: str) -> Any:
@@ -206,9 +207,16 @@ def _end_all() -> None:
         _end(process)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+def function_name(function: Any) -> str:
+    """What a user calls a function, whatever is bound to it: module.name, or file.py:name for a file that the configuration names."""
+    while hasattr(function, "func"):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = getattr(function, "__module__", "?")
+    file = Path(getattr(sys.modules.get(module), "__file__", None) or "?")
+    # utils/files.py gives the module of such a file a name that no other file has.
+    is_named_file = module.startswith(f"{file.stem}_") and "." not in module
+    return f"{file.name}:{name}" if is_named_file else f"{module}.{name}"
 
 
 def _reference(function: Callable[..., Any]) -> FunctionReference:

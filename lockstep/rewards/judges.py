@@ -17,11 +17,12 @@ The first of these that says something holds:
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, MissingReward
+from lockstep.processes import function_name
 from lockstep.rewards.graders import _select_rm_score_fn
 
 RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
@@ -79,7 +80,7 @@ class Judges:
             self._check_names(judges, f"reward.weights.{source}")
 
     def of(self, tag: Tag, has_model: bool) -> JudgeWeights:
-        """Judge -> weight for a row. Without a model (as in validation) its share is left out.
+        """Judge -> weight for a row. Without a model its share is left out.
 
         Raises MissingReward when nobody can judge the row, DataError when it has no data_source or no ground truth and needs one,
         ConfigError when its weights name a judge that is not there.
@@ -107,7 +108,7 @@ class Judges:
     def function(self, judge: str, data_source: str | None) -> JudgeFunction:
         """What is behind a judge other than the model.
 
-        Raises MissingReward, DataError where a rule has no data_source, and ConfigError for a function with an argument that nobody gives.
+        Raises MissingReward, DataError where a rule has no data_source, and ConfigError for a function with another required argument.
         """
         if judge == SANDBOX:
             from lockstep.judging import code
@@ -121,10 +122,7 @@ class Judges:
         given = {f"{name}s": name for name in _ARGUMENTS} if takes_batch else {name: name for name in _ARGUMENTS}
         required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if strange := [name for name in required if name not in (*given, "sandbox")]:
-            raise ConfigError(
-                f"the reward function {_name(function)!r} needs {', '.join(strange)}, which nobody gives; it may "
-                f"name {', '.join(given)}, and others with a default or in reward.custom_reward_function.reward_kwargs"
-            )
+            raise ConfigError(_refusal(function, strange, given))
         arguments = {name: entry for name, entry in given.items() if takes_all or name in parameters}
         if judge == SANDBOX:
             arguments["ground_truth"] = "test_cases"
@@ -154,15 +152,23 @@ class Judges:
                 raise ConfigError(f"{where} names the judge {name!r}; known: {', '.join(known)}. Add yours to reward.functions")
 
 
+def _refusal(function: Callable[..., Any], strange: Sequence[str], given: Iterable[str]) -> str:
+    """Why a function with the required arguments `strange` cannot be called with those that are given."""
+    name = function_name(function)
+    if "completions" in strange:
+        return (
+            f"the reward function {name} has TRL's arguments ({', '.join(strange)}). Here it is called with data_sources, solution_strs, "
+            "ground_truths, extra_infos, and returns a list of numbers: name solution_strs instead of completions (a list of strings, no "
+            "messages) and ground_truths or extra_infos instead of columns of the data; with solution_str it is called for one response"
+        )
+    return (
+        f"the reward function {name} needs {', '.join(strange)}, which Lockstep does not give; it may name {', '.join(given)}, and "
+        "others with a default or in reward.custom_reward_function.reward_kwargs"
+    )
+
+
 async def _awaited(results: Awaitable[Any]) -> Any:
     return await results
-
-
-def _name(function: Any) -> str:
-    """What a user calls a function, whatever arguments are bound to it."""
-    while hasattr(function, "func"):
-        function = function.func
-    return str(getattr(function, "__name__", function))
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -173,8 +179,8 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         taken = list(inspect.signature(getattr(function, "func", function)).parameters)
         given = [name for name in getattr(function, "keywords", {}) if name not in taken]
         raise ConfigError(
-            f"reward.custom_reward_function.reward_kwargs has {', '.join(given)}, which the reward function {_name(function)!r} does not "
-            f"take; it takes {', '.join(taken)}"
+            f"reward.custom_reward_function.reward_kwargs has {', '.join(given)}, which the reward function {function_name(function)} "
+            f"does not take; it takes {', '.join(taken)}"
         ) from None
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from lockstep.processes import function_name
 from lockstep.rewards.outcome import Failure, Outcome, check_score, raised
 
 MAX_OPEN_CALLS = 64
@@ -31,7 +32,7 @@ def call_in_thread(timeout_s: float, function: Callable[..., Any], arguments: di
     started = time.monotonic()
     thread.start()
     thread.join(timeout_s)
-    late = Failure("timeout", f"the call did not end within {timeout_s:g} s; its thread was left behind")
+    late = Failure("timeout", f"{function_name(function)} did not end within {timeout_s:g} s; its thread was left behind")
     return replace(outcome[0] if outcome else late, seconds=time.monotonic() - started)
 
 
@@ -122,7 +123,7 @@ class EventLoop:
             task.add_done_callback(self._calls.discard)
             # Not `wait_for`, which waits on for a call that catches its cancellation, as one does that tries again after any exception.
             ended, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-            late = Failure("timeout", f"the call did not end within {self._timeout_s:g} s and was cancelled")
+            late = Failure("timeout", f"{function_name(function)} did not end within {self._timeout_s:g} s and was cancelled")
             outcome = task.result() if ended else late
             task.cancel()
         self._settle(future, replace(outcome, seconds=time.monotonic() - started))

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ class RewardManager:
             batch, returning a list of such. None: the rule that `lockstep.rewards.graders` has for the row's data_source.
         reward_fn_key: The column that holds the data_source.
         timeout_s: Deadline of each call of a function.
+        retries: How often a call that raised, was late or lost its process is made again.
         num_workers: Processes that call functions; None: one a core, at most 8.
         max_memory_mb: Memory of each of them, and of each process that it starts; None: no limit.
         functions: More judges, by name (see `lockstep.rewards.judges`).
@@ -61,6 +63,7 @@ class RewardManager:
         functions: Mapping[str, ComputeScore] | None = None,
         weights: Mapping[str, JudgeWeights] | None = None,
         make_sandbox: Callable[[], Sandbox] = default_sandbox,
+        retries: int = RewardConfig.retries,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
@@ -71,12 +74,12 @@ class RewardManager:
         self.function = functools.cache(judges.function)
         self._sandbox = functools.cache(make_sandbox)
         self._model_judges_all = False
-        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s, max_memory_mb)
+        self._pool = ScoringPool(num_workers or min(os.cpu_count() or 1, 8), timeout_s, max_memory_mb, retries)
 
     def check(self, tags: Iterable[Tag], has_model: bool = False, validation: bool = False) -> None:
-        """Before training: every row must have a judge. In validation there is no model, and weights for one are left out.
+        """Before training: every row must have a judge. Without a model, weights for one are left out in validation.
 
-        A reward model that is there although no row asks for it judges every row that has no explicit weights.
+        In training, a reward model that is there although no row asks for it judges every row that has no explicit weights.
 
         Raises MissingReward for a data_source that nobody can judge, DataError for rows without one, ConfigError for a judge that is not
         there, ResourceError when programs must be run and cannot be.
@@ -92,7 +95,7 @@ class RewardManager:
                     f"the weights of data_source {tag.data_source!r} name a reward model, and there is none: "
                     "set reward_model.enable=true and reward_model.model.path"
                 )
-        self._model_judges_all = has_model and not any(asked)
+        self._model_judges_all = has_model and not validation and not any(asked)
 
     def wants_model(self, data: DataProto) -> Tensor:
         """bool [rows]: which responses the reward model is to score."""
@@ -123,6 +126,7 @@ class RewardManager:
             reward_extra_info: the list "score" and one for each other key that a function returned, aligned with the rows (None where a
                 row lacks it). An empty response has no token to hold its score; that is only in "score". Empty when no function was asked.
             reward_parts: judge -> list of its scores, None where it was not asked.
+            retries: how often calls for each row were made again.
 
         Raises RewardError for a failure when the caller did not ask for the dict, and what `check` raises.
         """
@@ -162,13 +166,13 @@ class RewardManager:
         lists = {name: [row[entry] for row in rows] for name, entry in found.arguments.items()}
         outcome = self._pool.submit(found.function, lists).result()
         if isinstance(outcome, Failure):
-            return [outcome] * len(rows)
+            return [outcome] * len(rows)  # each row says how often the call for all was made again
         results = outcome.extra["results"]
         if len(results) != len(rows):
             return [Failure("invalid", f"the reward function returned {len(results)} results for {len(rows)} responses")] * len(
                 rows
             )
-        return [check_score(result) for result in results]
+        return [replace(check_score(result), num_retries=outcome.num_retries) for result in results]
 
     def runs_programs(self, judges: Iterable[str], source: str | None) -> bool:
         """Whether one of the judges runs the response in the sandbox."""
@@ -287,6 +291,7 @@ def _combine(
         "failures": failures,
         "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
         "reward_parts": parts,
+        "retries": [sum(outcome.num_retries for outcome in said.values()) for said in outcomes],
     }
 
 

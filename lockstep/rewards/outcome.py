@@ -11,6 +11,8 @@ from lockstep.rewards.as_float import as_float
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 FAILURE_KINDS = ("raised", "timeout", "crashed", "invalid")
 """raised: an exception; timeout: no answer before the deadline; crashed: its process ended; invalid: not a finite number."""
+TRIED_AGAIN = ("raised", "timeout", "crashed")
+"""Kinds of failures after which reward.retries makes a call again: the function that returned something has answered."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Score:
     extra: dict[str, Any] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     """How long the call took."""
+    num_retries: int = field(default=0, compare=False)
+    """How often the call was made again."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Failure:
     """What happened, with the function's own traceback where there is one."""
     seconds: float = field(default=0.0, compare=False)
     """How long the call took."""
+    num_retries: int = field(default=0, compare=False)
+    """How often the call was made again."""
 
 
 Outcome = Score | Failure

@@ -135,7 +135,6 @@ def _trainer(config: PPOConfig, ray_worker_group_cls: Any) -> RayPPOTrainer:
 
     judging = reward_arguments(config.reward)
     reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0, **judging)
-    # Validation always uses the function reward.
     val_reward_fn = RewardManager(tokenizer=tokenizer, num_examine=1, **judging)
     resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
 

@@ -26,6 +26,7 @@ ALLOWED = {
     "single_controller/base/worker_group.py WorkerGroup.__init__.device": "where workers compute; trainer.device is resolved before",
     "single_controller/base/resource_pool.py ResourcePool.__init__.name": "how errors name a pool",
     "planner/memory.py Model.optimizer_offload": "a frozen model has no moments",
+    "agents/environment.py Environment.queue_s": "most environments wait for nothing; those that ship say how long",
     "agents/episode.py Episode.retries": "how often it was played again; agent.retries bounds it",
     "agents/episode.py Episode.environment_s": "time that was spent",
     "agents/episode.py Episode.wait_s": "time that was spent",

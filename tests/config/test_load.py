@@ -129,6 +129,11 @@ def test_a_section_is_not_a_value(value, tmp_path):
 # -- values ----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_weight_without_its_judge_is_an_error_that_shows_the_form():
+    with pytest.raises(ConfigError, match=r"reward\.weights\.my/sums must be .* such as \{rule: 1\.0"):
+        load_config(["reward.weights={my/sums:1.0}"])
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [

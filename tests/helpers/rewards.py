@@ -50,3 +50,20 @@ def nap(seconds):
     """Takes that long."""
     time.sleep(seconds)
     return 1.0
+
+
+def works_at_last(counter, at, how):
+    """Counts its calls in the file `counter`; before call number `at` (from 0) it does what `how` says."""
+    with open(counter, "a") as file:
+        file.write(f"{time.monotonic()}\n")
+    with open(counter) as file:
+        number = len(file.readlines()) - 1
+    if number < at:
+        if how == "hang":
+            time.sleep(3600)
+        if how == "die":
+            os._exit(9)
+        if how == "none":
+            return None
+        raise ConnectionError("500")
+    return float(number)

@@ -99,7 +99,7 @@ def test_episodes_have_their_turns_calls_and_waits_in_the_line() -> None:
     }
     display.step(12, {"critic/score/mean": 0.5, "timing_s/step": 4.0} | told)
     line = stream.getvalue().splitlines()[-1]
-    assert line == "step 12/12  reward 0.500  turns 2.2  calls 1.2  missing 3.0  environment_s 0.5  wait_s 1.0  4.0 s"
+    assert line == "step 12/12  reward 0.500  turns 2.2  calls 1.2  environment_s 0.5  wait_s 1.0  missing 3  4.0 s"
 
 
 def test_waits_are_shown_again_by_a_display_that_begins_again_and_on_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from lockstep.config.reward import CustomRewardConfig, RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
+from lockstep.rewards import scoring
 from lockstep.rewards.manager import RewardManager
 from lockstep.trainer.run.setup import reward_arguments
 
@@ -327,7 +328,7 @@ def test_a_function_of_lists_in_a_file_of_the_users_has_its_arguments_from_the_c
 
 def test_an_argument_in_the_configuration_that_the_function_does_not_take_is_found_before_training():
     manager = RewardManager(make_tokenizer(), 0, compute_score=functools.partial(batch_lengths, scale=1.0))
-    with pytest.raises(ConfigError, match=r"reward_kwargs has scale, which the reward function 'batch_lengths' does not take"):
+    with pytest.raises(ConfigError, match=r"reward_kwargs has scale, which the reward function .*batch_lengths does not take"):
         manager.check([Tag("any")])
 
 
@@ -341,6 +342,39 @@ def test_a_wrong_result_for_a_batch_is_a_missing_reward(returned, kind):
     assert failures[0].kind == kind
 
 
+def test_trls_arguments_are_said_to_be_trls_with_the_names_to_use_instead():
+    def reward_len(completions, **kwargs):
+        return [float(len(completion)) for completion in completions]
+
+    manager = RewardManager(make_tokenizer(), 0, compute_score=reward_len)
+    with pytest.raises(ConfigError, match=r"reward_len has TRL's arguments .*solution_strs.*ground_truths"):
+        manager.check([Tag("any")])
+
+
+def test_calls_that_were_made_again_are_counted_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.01)
+    seen = []
+
+    def judge(solution_str):
+        seen.append(solution_str)
+        if solution_str == "6" and seen.count("6") < 3:
+            raise ConnectionError
+        return 1.0
+
+    def judge_all(solution_strs):
+        seen.append("all")
+        if seen.count("all") < 2:
+            raise ConnectionError
+        return [1.0] * len(solution_strs)
+
+    for function, retries in ((judge, [0, 2, 0]), (judge_all, [1, 1, 1])):
+        manager = RewardManager(make_tokenizer(), 0, compute_score=function, retries=2)
+        answer = manager(make_batch(["7", "6", "5"]), return_dict=True)
+        manager.close()
+        assert answer["failures"] == [None, None, None]
+        assert answer["retries"] == retries
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -351,5 +385,5 @@ def test_a_wrong_result_for_a_batch_is_a_missing_reward(returned, kind):
 )
 def test_a_wrong_signature_is_found_before_training(function):
     manager = RewardManager(make_tokenizer(), 0, compute_score=function)
-    with pytest.raises(ConfigError, match=r"'<lambda>' needs (predict_str|scale|labels), which nobody gives"):
+    with pytest.raises(ConfigError, match=r"needs (predict_str|scale|labels), which"):
         manager.check([Tag("any")])

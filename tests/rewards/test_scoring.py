@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import time
 
 import psutil
 import pytest
-from helpers.rewards import behave, nap, truth
+from helpers.rewards import behave, nap, truth, works_at_last
 
-from lockstep.rewards import local_calls
+from lockstep.rewards import local_calls, scoring
 from lockstep.rewards.local_calls import EventLoop
 from lockstep.rewards.outcome import Failure, Score
 from lockstep.rewards.scoring import ScoringPool
@@ -59,6 +60,68 @@ def test_an_outcome_says_how_long_its_own_call_took(pool, function):
     assert all(0.1 <= outcome.seconds <= elapsed for outcome in outcomes)
     if function is not async_nap:
         assert sum(outcome.seconds for outcome in outcomes) <= 2 * elapsed
+
+
+async def async_works_at_last(counter, at, how):
+    if how == "hang" and len(counter.read_text().splitlines() if counter.exists() else []) < at:
+        with counter.open("a") as file:
+            file.write("0\n")
+        await asyncio.sleep(3600)
+    return works_at_last(counter, at, how)
+
+
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [
+        (works_at_last, "raise"),
+        (works_at_last, "hang"),
+        (works_at_last, "die"),
+        (lambda **row: works_at_last(**row), "raise"),
+        (async_works_at_last, "raise"),
+        (async_works_at_last, "hang"),
+    ],
+    ids=["process", "process-hangs", "process-dies", "thread", "async", "async-hangs"],
+)
+def test_a_call_that_fails_is_made_again_as_often_as_the_pool_says(function, how, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.05)
+    pool = ScoringPool(2, timeout_s=1.0, retries=2)
+    try:
+        found = [pool.submit(function, {"counter": tmp_path / str(at), "at": at, "how": how}).result(60) for at in range(4)]
+    finally:
+        pool.close()
+    assert found[:3] == [Score(0.0), Score(1.0), Score(2.0)]
+    assert [outcome.num_retries for outcome in found] == [0, 1, 2, 2]
+    assert found[3].kind == {"raise": "raised", "hang": "timeout", "die": "crashed"}[how]
+    assert len((tmp_path / "3").read_text().splitlines()) == 3
+
+
+def test_the_waits_between_two_calls_grow_and_hold_no_other_call_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.4)
+    monkeypatch.setattr(scoring, "_LONGEST_WAIT_S", 0.7)
+    pool = ScoringPool(1, timeout_s=30.0, retries=3)
+    try:
+        pool.submit(truth, {"ground_truth": 1}).result(30)  # the process is there
+        late = pool.submit(works_at_last, {"counter": tmp_path / "late", "at": 3, "how": "raise"})
+        between = [pool.submit(truth, {"ground_truth": i}) for i in range(5)]
+        assert [future.result(30) for future in between] == [Score(float(i)) for i in range(5)]
+        assert not late.done()
+        assert late.result(30) == Score(3.0)
+    finally:
+        pool.close()
+    times = [float(line) for line in (tmp_path / "late").read_text().splitlines()]
+    first, second, third = (later - earlier for earlier, later in itertools.pairwise(times))
+    assert first >= 0.4
+    assert second >= 0.7
+    assert third >= 0.7
+
+
+def test_what_a_function_returned_is_its_answer_and_it_is_not_asked_again(tmp_path):
+    pool = ScoringPool(1, timeout_s=30.0, retries=3)
+    try:
+        found = pool.submit(works_at_last, {"counter": tmp_path / "n", "at": 1, "how": "none"}).result(30)
+    finally:
+        pool.close()
+    assert (found.kind, found.num_retries) == ("invalid", 0)
 
 
 def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_other():

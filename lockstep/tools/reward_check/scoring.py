@@ -8,9 +8,9 @@ from itertools import islice
 
 from lockstep.errors import MissingExtra, MissingReward
 from lockstep.judging import extract_program, parses
-from lockstep.processes import KillableWorker
+from lockstep.processes import KillableWorker, function_name
 from lockstep.rewards.graders import _select_rm_score_fn
-from lockstep.rewards.judges import MODEL
+from lockstep.rewards.judges import MODEL, RULE
 from lockstep.rewards.manager import RewardManager
 from lockstep.rewards.outcome import Failure, Outcome, Score
 from lockstep.tools.reward_check.fuzz import Earns, Response, cheap_responses, odd_responses
@@ -164,13 +164,16 @@ def _ask(manager: RewardManager, case: Case) -> tuple[Outcome, tuple[float, ...]
     known = {"solution_str": case.response.text} | {name: getattr(row, name) for name in names}
     asked = {judge: manager.submit(judge, row.data_source, known) for judge in case.subject.weights}
     outcomes = {judge: future.result() for judge, future in asked.items()}
-    return _combine(outcomes, case.subject.weights), tuple(outcome.seconds for outcome in outcomes.values())
+    own = function_name(manager.function(RULE, row.data_source).function) if RULE in asked else ""
+    names_of = {judge: own if judge == RULE else f"judge {judge!r}" for judge in asked}
+    return _combine(outcomes, case.subject.weights, names_of), tuple(outcome.seconds for outcome in outcomes.values())
 
 
-def _combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
+def _combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float], names: Mapping[str, str]) -> Outcome:
+    """The weighted sum, or the first failure; `names` are those of the functions behind the judges."""
     total = 0.0
     for judge, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            return replace(outcome, text=f"judge {judge!r}: {outcome.text}")
+            return replace(outcome, text=f"{names[judge]}: {outcome.text}")
         total += weights[judge] * outcome.value
     return Score(total)

@@ -269,7 +269,7 @@ def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_d
     if val_dataset is not None and val_reward_fn is None:
         raise ConfigError("there is validation data but no val_reward_fn: pass RewardManager(tokenizer=tokenizer, num_examine=1)")
     if val_dataset is not None:
-        _check_tags(val_reward_fn, val_dataset, validation=True)
+        _check_tags(val_reward_fn, val_dataset, has_model=asks_model(config, val_reward_fn), validation=True)
     if not reads_rewards(config.algorithm):
         try:
             _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
@@ -280,6 +280,11 @@ def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_d
         raise ConfigError("reward_fn is missing: pass RewardManager(tokenizer=tokenizer, num_examine=0), or a function of your own")
     _check_tags(reward_fn, train_dataset, has_model=config.reward_model.enable)
     return reward_fn
+
+
+def asks_model(config: PPOConfig, val_reward_fn: Any) -> bool:
+    """Whether the reward model judges rows of a validation: `val_reward_fn` says which."""
+    return config.reward_model.enable and hasattr(val_reward_fn, "wants_model")
 
 
 def _check_tags(reward_fn: Any, dataset: Any, **arguments: bool) -> None:

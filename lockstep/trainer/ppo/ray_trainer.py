@@ -258,8 +258,9 @@ class RayPPOTrainer(SavedPPO):
         return describe(self.config, len(self.train_dataset), self.total_steps, self.device)
 
     def _validate(self) -> dict[str, float]:
-        """Generate on the validation prompts with rollout.val_kwargs and score them with the function reward."""
-        judge, config = Scorer.of(self.val_reward_fn, None, self.tokenizer, self.config), self.config
+        """Generate on the validation prompts with rollout.val_kwargs and score them."""
+        config, asks_model = self.config, checks.asks_model(self.config, self.val_reward_fn)
+        judge = Scorer.of(self.val_reward_fn, self.rm_wg if asks_model else None, self.tokenizer, config)
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size
         options: Any = {"n": n, "batch_size": size, "folder": config.trainer.validation_data_dir, "keeper": self.keeper}
         per_step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n

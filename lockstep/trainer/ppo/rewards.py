@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Judge:
     """Largest share of a batch whose reward may be missing."""
     run_dir: Path
     """Where missing rewards are recorded."""
+    reward_model: Any = None
 
     def begin(self, batch: DataProto) -> Any:
         """Start scoring a batch of prompts while it is generated: `add(row, token ids)` of what is returned takes a response.
@@ -46,23 +47,33 @@ class Judge:
         """
         return self.reward_fn.begin(batch) if hasattr(self.reward_fn, "begin") else None
 
+    def judge_validated(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
+        """`judge`, however many rewards are missing: `check_validated` looks at all rows of a validation together."""
+        return self._judge(batch, number, scoring, 1.0)
+
     def judge(self, batch: DataProto, number: int, scoring: Any = None) -> Scored:
-        """`score` with the reward function; missing rewards are recorded under the batch's `number`."""
+        """See `_judge`. Raises RewardError when more than `max_failure_rate` of the rewards are missing."""
+        return self._judge(batch, number, scoring, self.max_failure_rate)
+
+    def _judge(self, batch: DataProto, number: int, scoring: Any, max_failure_rate: float) -> Scored:
+        """`score` with the reward function, and with the reward model, where there is one, the rows that it is to judge; missing rewards
+        are recorded under the batch's `number`."""
+        if self.reward_model is not None:
+            model_scores(self.reward_model, self.reward_fn, batch, self.tokenizer)
         record = partial(record_failures, self.run_dir, number, batch, tokenizer=self.tokenizer)
-        return score(self.reward_fn, batch, self.max_failure_rate, scoring, record)
+        return score(self.reward_fn, batch, max_failure_rate, scoring, record, self.run_dir)
 
 
 @dataclass(frozen=True)
 class Scorer(Judge):
     """The score stage of a step: the reward model (or None), the function, and what the configuration adds."""
 
-    reward_model: Any
-    config: PPOConfig
+    config: PPOConfig = field(kw_only=True)
 
     @classmethod
     def of(cls, reward_fn: Any, reward_model: Any, tokenizer: Any, config: PPOConfig) -> Scorer:
         """With the config's values."""
-        return cls(reward_fn, tokenizer, config.reward.max_failure_rate, config.trainer.run_dir, reward_model, config)
+        return cls(reward_fn, tokenizer, config.reward.max_failure_rate, config.trainer.run_dir, reward_model, config=config)
 
     def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Metric]]:
         """Reads responses. Writes token_level_scores, with the penalty for length, and where they are used rm_scores and reward_parts.
@@ -72,8 +83,6 @@ class Scorer(Judge):
         if self.reward_fn is None:  # nothing reads rewards, and nothing judges these rows (checks.check_rewards)
             batch.set("token_level_scores", batch.ragged("responses").like(torch.zeros(len(batch.ragged("responses").values))))
             return Scored([None] * len(batch), [0.0] * len(batch)), {}
-        if self.reward_model is not None:
-            model_scores(self.reward_model, self.reward_fn, batch, self.tokenizer)
         scored = self.judge(batch, number, scoring)
         metrics = reward_metrics(scored)
         overlong = self.config.reward.overlong_buffer
@@ -85,14 +94,20 @@ class Scorer(Judge):
 
 
 def score(
-    reward_fn: Callable[..., Any], batch: DataProto, max_failure_rate: float, scoring: Any = None, record: Any = None
+    reward_fn: Callable[..., Any],
+    batch: DataProto,
+    max_failure_rate: float,
+    scoring: Any = None,
+    record: Any = None,
+    run_dir: Path | None = None,
 ) -> Scored:
     """Reads what the reward function reads. Writes token_level_scores; zeroes response_mask where the reward is missing.
 
     A reward function takes the batch and returns a tensor like `batch.batch["responses"]`, or a dict with that as "reward_tensor" and
-    "reward_extra_info" (it is asked for the dict when it has an argument `return_dict`), and, where it knows them, "failures" and
-    "reward_parts" as in `Scored`. One with an argument `ragged` is asked for a Ragged instead of the padded tensor. A row with a number
-    that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned. `record` hears of failures.
+    "reward_extra_info" (it is asked for the dict when it has an argument `return_dict`), and, where it knows them, "failures",
+    "reward_parts" and "retries" as in `Scored`. One with an argument `ragged` is asked for a Ragged instead of the padded tensor. A row
+    with a number that is not finite is a failure too. `scoring` is what `reward_fn.begin` returned. `record` hears of failures, which it
+    writes into `run_dir`.
 
     Raises RewardError for a tensor of the wrong shape, and with examples when more than `max_failure_rate` of the rewards are missing.
     """
@@ -107,10 +122,11 @@ def score(
     batch.set("token_level_scores", scores)
     total = row_sums(batch, "token_level_scores").tolist()
     scored = Scored(failures, total, result.get("reward_extra_info") or {}, result.get("reward_parts") or {})
+    scored.retries = list(result.get("retries") or [])
     if any(failures):
         if record is not None:
             record(scored=scored)
-        check_failures(batch, scored, max_failure_rate)
+        check_failures(batch, scored, max_failure_rate, run_dir)
         leave_out(batch, torch.tensor([failure is not None for failure in failures]))
     return scored
 
@@ -142,7 +158,8 @@ def _read_rewards(rewards: Any, responses: Ragged, failures: list[Failure | None
 
 
 def reward_metrics(scored: Scored) -> dict[str, Metric]:
-    """reward/{judge}/{mean, max, min}, reward/missing_ratio and reward/missing/{kind}."""
+    """reward/{judge}/{mean, max, min}, reward/missing, reward/missing_ratio, reward/missing/{kind}, and reward/retries where calls were
+    made again."""
     metrics: dict[str, Metric] = {}
     for judge, values in scored.parts.items():
         known = [value for value in values if value is not None]
@@ -150,5 +167,8 @@ def reward_metrics(scored: Scored) -> dict[str, Metric]:
             summary: dict[str, Metric] = {"mean": Mean(sum(known), len(known)), "max": Max(max(known)), "min": Min(min(known))}
             metrics |= {f"reward/{judge}/{name}": value for name, value in summary.items()}
     kinds = Counter(failure.kind for failure in scored.failures if failure is not None)
+    if any(scored.retries):
+        metrics["reward/retries"] = Sum(float(sum(scored.retries)))
+    metrics["reward/missing"] = Sum(float(kinds.total()))
     metrics["reward/missing_ratio"] = Mean(kinds.total(), len(scored.failures))
     return metrics | {f"reward/missing/{kind}": Sum(float(count)) for kind, count in kinds.items()}

@@ -1,4 +1,4 @@
-"""Validation: generate on held-out prompts, score with the function reward, summarise by data source."""
+"""Validation: generate on held-out prompts, judge as in training, summarise by data source."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from lockstep.observability.score_summary import score_summary
 from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.kept_samples import SampleKeeper
+from lockstep.trainer.ppo.missing_rewards import check_validated
 from lockstep.trainer.ppo.plain import is_number
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.samples import write_samples
@@ -49,8 +50,10 @@ def validate(
         batch = make_prompts(dataset, rows, n, judge.tokenizer.pad_token_id)
         scoring = judge.begin(batch)
         generate(rollout, batch, sampling, step + VALIDATION_STEPS, getattr(scoring, "add", None))
-        all_scored.append(judge.judge(batch, step, scoring))
+        all_scored.append(judge.judge_validated(batch, step, scoring))
         parts.append(batch)
+        if any(all_scored[-1].failures):
+            check_validated(DataProto.concat(parts), Scored.concat(all_scored), judge.max_failure_rate, judge.run_dir)
     batch, scored = DataProto.concat(parts), Scored.concat(all_scored)
     rewards = [total if failure is None else None for total, failure in zip(scored.total, scored.failures, strict=True)]
     extra: dict[str, list[Any]] = {"said_reward" if name == "reward" else name: said for name, said in scored.extra.items()}

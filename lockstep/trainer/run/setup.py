@@ -205,6 +205,7 @@ def reward_arguments(reward: JudgeConfig) -> dict[str, Any]:
         "functions": {name: _function(f"reward.functions.{name}", reference) for name, reference in reward.functions.items()},
         "weights": reward.weights,
         "timeout_s": reward.timeout_s,
+        "retries": reward.retries,
         "num_workers": reward.num_workers,
         "max_memory_mb": reward.max_memory_mb,
         "make_sandbox": functools.partial(

@@ -21,7 +21,7 @@ def scored(*failed, rows=4, **extra):
 
 def test_a_run_without_a_penalty_for_length_has_no_metric_of_it():
     scorer = rewards.Scorer.of(lambda data: torch.zeros(2, 3), None, None, PPOConfig())
-    assert set(scorer.score(make_batch(), 1)[1]) == {"reward/missing_ratio"}
+    assert set(scorer.score(make_batch(), 1)[1]) == {"reward/missing", "reward/missing_ratio"}
 
 
 def test_scores_are_stored_without_padding_and_extra_information_is_passed_on():
@@ -91,4 +91,7 @@ def test_metrics_count_what_is_missing_and_average_what_is_not():
     metrics = values(rewards.reward_metrics(said))
     assert metrics["reward/rule/mean"] == 0.5
     assert metrics["reward/model/min"] == -2.0
-    assert (metrics["reward/missing_ratio"], metrics["reward/missing/raised"]) == (0.5, 2.0)
+    assert (metrics["reward/missing"], metrics["reward/missing_ratio"], metrics["reward/missing/raised"]) == (2.0, 0.5, 2.0)
+    assert "reward/retries" not in metrics
+    said.retries = [0, 3, 1, 0]
+    assert values(rewards.reward_metrics(said))["reward/retries"] == 4.0

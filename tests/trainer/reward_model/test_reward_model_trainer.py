@@ -6,9 +6,12 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.run import roles, train
@@ -121,6 +124,31 @@ def test_the_folder_is_ppos_reward_model_as_it_is(trained: Path, embedded_config
         assert ids[-1] == tokenizer.eos_token_id
         assert found.item() == pytest.approx(model(ids[None]).logits.item(), abs=1e-5)
     assert step["critic/score/mean"] == pytest.approx(sum(found.item() for _, found in seen) / len(seen), abs=1e-5)
+
+
+def test_rows_that_only_the_model_judges_are_validated_by_it_and_others_by_their_rule(
+    trained: Path, embedded_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def recorded(engine: TrainEngine, rows: Any, *options: Any) -> torch.Tensor:
+        scores = score_rows(engine, rows, *options)
+        seen.extend(scores.tolist())
+        return scores
+
+    monkeypatch.setattr(training_worker, "score_rows", recorded)
+    folder = trained / "global_step_160" / "actor"
+    keys = ("trainer.total_training_steps=1", "trainer.val_only=true", f"trainer.validation_data_dir={tmp_path / 'said'}")
+    config = embedded_config("reward_model.enable=true", f"reward_model.model.path={folder}", *keys)
+    table = pq.read_table(config.data.val_files).slice(0, 8)
+    sources = pa.array(["chat" if i % 2 else source for i, source in enumerate(table["data_source"].to_pylist())])
+    pq.write_table(table.set_column(table.column_names.index("data_source"), "data_source", sources), tmp_path / "val.parquet")
+    data = replace(config.data, val_files=str(tmp_path / "val.parquet"), val_max_samples=-1, shuffle=False)
+    (row,) = train(replace(config, data=data), {"global_pool": [1]}, roles("ActorRolloutRef", "Critic", "RewardModel"))
+    scores = [json.loads(line)["score"] for line in (tmp_path / "said" / "0.jsonl").read_text().splitlines()]
+    assert scores[1::2] == pytest.approx(seen, abs=1e-6)
+    assert set(scores[::2]) <= {0.0, 1.0}
+    assert row["val-core/chat/reward/mean@1"] == pytest.approx(sum(seen) / 4, abs=1e-6)
 
 
 @pytest.mark.parametrize("template", [True, False])
