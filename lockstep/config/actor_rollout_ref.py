@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lockstep.config.auto import CACHE_SHARE, PASS_TOKENS, SEATS, TOKENS, auto_or, auto_or_at_least, auto_or_in_range
-from lockstep.config.check import above, absolute_reference, at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import above, absolute_reference, at_home, at_least, auto_or_bool, in_range, one_of
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.sampling import check_line_breaks, check_sampling, check_stop
@@ -178,6 +178,9 @@ class RefModelConfig:
     path: str | None = None
     """A model of its own as the reference, a teacher, with the actor's tokenizer; null means what the actor starts from."""
 
+    def __post_init__(self) -> None:
+        at_home(self, "path")
+
 
 @dataclass
 class RefConfig:
@@ -280,6 +283,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         prefix = "actor_rollout_ref.rollout"
+        at_home(self, "weight_sync_dir")
         one_of(f"{prefix}.name", self.name, ROLLOUTS)
         check_sampling(prefix, self, "n")
         auto_or_at_least(self, prefix, 1, "max_num_seqs", "max_num_batched_tokens")

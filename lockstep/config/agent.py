@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.check import at_least, one_of
+from lockstep.config.check import at_home, at_least, one_of
 from lockstep.errors import ConfigError
 
 HISTORIES = ("sampled", "template")
@@ -52,6 +52,7 @@ class AgentConfig:
     """A file of such episodes to be played again instead of asking environments: set by lockstep replay."""
 
     def __post_init__(self) -> None:
+        at_home(self, "search_folder", "recorded")
         at_least(self, "agent", 1, "max_turns", "max_environments", "search_results")
         at_least(self, "agent", 0, "retries")
         one_of("agent.history", self.history, HISTORIES)

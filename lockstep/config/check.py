@@ -60,6 +60,16 @@ def file_names(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} is not a file; name one parquet, json or jsonl file, or a list of them")
 
 
+def at_home(section: object, *names: str) -> None:
+    """Write the home folder for `~` at the start of these paths of the section, or lists of paths."""
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, str):
+            setattr(section, name, os.path.expanduser(value))
+        elif isinstance(value, list):
+            setattr(section, name, [os.path.expanduser(entry) if isinstance(entry, str) else entry for entry in value])
+
+
 def finite(section: object, prefix: str, *names: str) -> None:
     """These values of the section must be finite: what is multiplied or divided by them would not be. None passes (the key is unset)."""
     for name in names:

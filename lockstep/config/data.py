@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
+from lockstep.config.check import all_or_at_least_one, at_home, at_least, file_names, one_of
 
 EMBEDDED = "embedded"
 """The value of data.train_files and actor_rollout_ref.model.path that stands for the task and the model shipped with the package."""
@@ -18,6 +18,9 @@ class CustomClassConfig:
     name: str | None = None
     """The class in that file; its constructor takes (data_files, tokenizer, config, max_samples)."""
 
+    def __post_init__(self) -> None:
+        at_home(self, "path")
+
 
 @dataclass
 class DataConfig:
@@ -28,7 +31,8 @@ class DataConfig:
     are the user's."""
 
     train_files: Any = EMBEDDED
-    """Prompts to train on: one file or a list of files (parquet, json, jsonl), or 'embedded'."""
+    """Prompts to train on: a file (parquet, json, jsonl), a folder of such files, a pattern such as data/*.parquet, a list of these, or
+    'embedded'."""
     val_files: Any = None
     """Prompts to validate on, in the same forms; null means no validation (with 'embedded', the embedded ones)."""
     prompt_key: str = "prompt"
@@ -58,6 +62,7 @@ class DataConfig:
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
     def __post_init__(self) -> None:
+        at_home(self, "train_files", "val_files")
         if self.custom_cls.path is None:  # a class of the user's own reads what it likes
             file_names("data.train_files", self.train_files)
             file_names("data.val_files", self.val_files)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RefModelConfig, SamplingConfig
-from lockstep.config.check import above, at_least, auto_or_bool, in_range
+from lockstep.config.check import above, at_home, at_least, auto_or_bool, in_range
 from lockstep.config.engine import OptimConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import stage_optim
@@ -24,6 +24,7 @@ class TeacherConfig:
     """Keep its weights in host memory while responses are generated. auto: when the models on a GPU do not fit otherwise."""
 
     def __post_init__(self) -> None:
+        at_home(self, "path")
         auto_or_bool(self, "teacher", "param_offload")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.config.check import absolute_reference, at_least, one_of
+from lockstep.config.check import absolute_reference, at_home, at_least, one_of
 from lockstep.config.engine import OptimConfig
 from lockstep.config.reward_train import PairsConfig
 from lockstep.config.stage import StageConfig, stage_optim
@@ -19,7 +19,8 @@ class PreferencesConfig(PairsConfig):
     """`data.*`: the preferences that are learned."""
 
     train_files: Any = None
-    """Rows to train on: one file or a list of files (parquet, json, jsonl) with the columns chosen and rejected, and prompt unless both
+    """Rows to train on: a file (parquet, json, jsonl), a folder, a pattern such as data/*.parquet, or a list of these,
+    with the columns chosen and rejected, and prompt unless both
     begin with it; or, for kto, prompt, completion and label."""
     val_files: Any = None
     """Rows to validate on, in the same forms; null means none."""
@@ -68,6 +69,7 @@ class ReferenceConfig:
     """Where mode=file keeps its files; null means beside the data."""
 
     def __post_init__(self) -> None:
+        at_home(self, "path", "folder")
         one_of("reference.mode", self.mode, REFERENCES)
         if self.path is not None and self.mode in ("adapter", "file"):
             raise ConfigError(

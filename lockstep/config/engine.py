@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.adapter import read_adapter
-from lockstep.config.check import at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import at_home, at_least, auto_or_bool, in_range, one_of
 from lockstep.errors import ConfigError
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "torchtitan", "veomni")
@@ -43,6 +43,9 @@ class ModelConfig:
     lora_adapter_path: str | None = None
     """LoRA: start from the adapter in this folder, which peft or a checkpoint (its `adapter`) wrote; rank, alpha and layers are the
     folder's, and lora_rank may stay 0. The reference is the model without it."""
+
+    def __post_init__(self) -> None:
+        at_home(self, "path", "lora_adapter_path")
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError, naming the key after `prefix`, for a value that cannot work. So do the other sections that exist twice."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.auto import SCORED_TOKENS, auto_or, auto_or_at_least
-from lockstep.config.check import at_least, in_range
+from lockstep.config.check import at_home, at_least, in_range
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.errors import ConfigError
 
@@ -21,6 +21,7 @@ class CustomRewardConfig:
     """More keyword arguments for it."""
 
     def __post_init__(self) -> None:
+        at_home(self, "path")
         if not self.path and self.name != CustomRewardConfig.name:
             key = "reward.custom_reward_function"
             raise ConfigError(f"{key}.name={self.name}, but {key}.path is not set; set it to the file, or leave {key}.name out")

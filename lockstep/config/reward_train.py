@@ -13,7 +13,8 @@ class PairsConfig(FilesConfig):
     """`data.*`: the pairs that are learned."""
 
     train_files: Any = None
-    """Pairs to train on: one file or a list of files (parquet, json, jsonl) with the columns chosen and rejected, with prompt and margin
+    """Pairs to train on: a file (parquet, json, jsonl), a folder, a pattern such as data/*.parquet, or a list of these,
+    with the columns chosen and rejected, with prompt and margin
     where there are any."""
     val_files: Any = None
     """Pairs to validate on, in the same forms; null means none."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import SamplingConfig
-from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
+from lockstep.config.check import all_or_at_least_one, at_home, at_least, file_names, one_of
 from lockstep.config.reward import JudgeConfig
 from lockstep.config.stage import FilesConfig, StageConfig
 from lockstep.errors import ConfigError
@@ -17,7 +17,8 @@ class ExamplesConfig(FilesConfig):
     """`data.*`: the rows that are learned."""
 
     train_files: Any = None
-    """Rows to train on: one file or a list of files (parquet, json, jsonl) with the columns messages, or prompt and completion, or text."""
+    """Rows to train on: a file (parquet, json, jsonl), a folder, a pattern such as data/*.parquet, or a list of these,
+    with the columns messages, or prompt and completion, or text."""
     val_files: Any = None
     """Rows whose loss is the validation, in the same forms; null means none."""
     train_on: str = "assistant"
@@ -50,6 +51,7 @@ class SampledConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_home(self, "files")
         file_names("sampled.files", self.files)
         all_or_at_least_one(self, "sampled", "max_samples")
         at_least(self, "sampled", 1, "max_prompt_length", "max_response_length", "batch_size")

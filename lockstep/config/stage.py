@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
 from lockstep.config.auto import auto_or_at_least
-from lockstep.config.check import all_or_at_least_one, at_least, file_names, one_of
+from lockstep.config.check import all_or_at_least_one, at_home, at_least, file_names, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.run_name import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
@@ -37,7 +37,7 @@ class FilesConfig:
     """See DataConfig.given."""
 
     train_files: Any = None
-    """Rows to train on: one file or a list of files (parquet, json, jsonl)."""
+    """Rows to train on: a file (parquet, json, jsonl), a folder of such files, a pattern such as data/*.parquet, or a list of these."""
     val_files: Any = None
     """Rows to validate on, in the same forms; null means none."""
     max_length: int = 2048
@@ -56,6 +56,7 @@ class FilesConfig:
     """Use at most this many validation rows; -1 uses all."""
 
     def __post_init__(self) -> None:
+        at_home(self, "train_files", "val_files")
         file_names("data.train_files", self.train_files)
         file_names("data.val_files", self.val_files)
         all_or_at_least_one(self, "data", "train_max_samples", "val_max_samples")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.check import at_least, in_range, one_of
+from lockstep.config.check import at_home, at_least, in_range, one_of
 from lockstep.errors import ConfigError
 
 
@@ -77,6 +77,7 @@ class RunConfig:
     """When a run does not learn as it should (docs/observability.md): warn, or stop with a checkpoint and exit status 3."""
 
     def __post_init__(self) -> None:
+        at_home(self, "resume_from_path", "default_local_dir")
         one_of("trainer.on_alarm", self.on_alarm, ("warn", "stop"))
         one_of("trainer.device", self.device, ("auto", "cpu", "cuda"))
         one_of("trainer.worker_group", self.worker_group, ("auto", "local", "ray"))
@@ -153,6 +154,7 @@ class TrainerConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_home(self, "rollout_data_dir", "validation_data_dir", "record_batch_dir")
         at_least(self, "trainer", -1, "record_batch_freq", "report_rows")
 
     def check_validated(self, has_rows: bool) -> None:

@@ -8,6 +8,7 @@ whole: keep large data in parquet.
 """
 
 import functools
+import glob
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 from lockstep.data.json_file import JsonFile
 from lockstep.errors import DataError
 
+_ENDINGS = (".parquet", ".json", ".jsonl")
 _BATCH_ROWS = 16_384
 """Rows that are decoded at a time."""
 _READ_BYTES = 2**20
@@ -31,15 +33,44 @@ Values: TypeAlias = pa.Array | list[Any]
 """Neighbouring values of one column: as Arrow has them from parquet, as Python objects from JSON."""
 
 
+def data_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files that the paths stand for: folders and patterns as their files in the order of their names.
+
+    Raises DataError for a folder or a pattern that has none. A file need not be there.
+    """
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        named = Path(path).expanduser()
+        if named.is_dir():
+            files = sorted(file for file in named.iterdir() if _has_rows(file))
+            if not files:
+                raise DataError(f"the folder {path} has no file that ends in {', '.join(_ENDINGS)}")
+            found += files
+        elif not named.exists() and glob.has_magic(str(named)):
+            files = sorted(file for name in glob.glob(str(named), recursive=True) if _has_rows(file := Path(name)))
+            if not files:
+                raise DataError(f"no file that ends in {', '.join(_ENDINGS)} fits the pattern {path}")
+            found += files
+        else:
+            found.append(named)
+    return found
+
+
+def _has_rows(path: Path) -> bool:
+    return path.suffix in _ENDINGS and not path.name.startswith(".") and path.is_file()
+
+
 class RowFiles:
     """The rows of `paths`, one file after the other, numbered from 0.
 
+    A path is a file, a folder, which stands for its files of rows in the order of their names, or a pattern such as data/*.parquet.
     `columns` is the union of the files' columns; a row of a file that lacks one has None there. Raises DataError for
-    a file that is missing, has another extension than .parquet, .json or .jsonl, or cannot be read.
+    a file that is missing, has another extension than .parquet, .json or .jsonl, or cannot be read, and for a folder or a pattern without
+    such files.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self._files = [_open(Path(path).expanduser()) for path in paths]
+        self._files = [_open(path) for path in data_files(paths)]
         self._starts = [0, *accumulate(file.num_rows for file in self._files)]
         self.columns = list(dict.fromkeys(name for file in self._files for name in file.columns))
 
@@ -118,7 +149,7 @@ class _ParquetFile:
 
 
 def _open(path: Path) -> _ParquetFile | JsonFile:
-    if path.suffix not in (".parquet", ".json", ".jsonl"):
+    if path.suffix not in _ENDINGS:
         raise DataError(f"{path}: unknown extension {path.suffix!r}; data files are .parquet, .json or .jsonl")
     if not path.is_file():
         raise DataError(f"data file {path} does not exist")

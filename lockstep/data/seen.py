@@ -1,9 +1,13 @@
 """What a checkpoint remembers of the training data, so that a run that goes on can tell that it has become other data."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lockstep.data.row_files import data_files
+from lockstep.errors import DataError
 
 _END_BYTES = 4 << 20
 """How much is read at each end of a file: smaller files are read whole, and the end of a parquet file says where everything in it is."""
@@ -17,7 +21,10 @@ def seen_data(config: Any, num_rows: int) -> dict[str, Any]:
     files = config.train_files
     digest = hashlib.sha256()
     names = files if isinstance(files, Sequence) and not isinstance(files, str) else [files]
-    for path in (Path(str(name)).expanduser() for name in names):
+    paths: list[Path] = []
+    with contextlib.suppress(DataError):  # a folder without rows, which a class of the user's own reads
+        paths = data_files([str(name) for name in names])
+    for path in paths:
         if path.is_file():
             size = path.stat().st_size
             digest.update(f"{size}:".encode())

@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import re
 import subprocess
 import sys
 
@@ -19,6 +21,7 @@ from lockstep.config.load import (
 )
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
+from lockstep.config.reference import ROOTS
 from lockstep.config.sft import SFTConfig
 from lockstep.config.trl_names import NOTHING_LIKE, TRL_NAMES
 from lockstep.errors import ConfigError
@@ -374,3 +377,24 @@ def test_the_embedded_task_runs_without_a_critic_by_one_key():
     assert load_config([]).trainer.critic_warmup > 0
     with pytest.raises(ConfigError, match="critic_warmup=3 needs a critic"):
         load_config(["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"])
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=list(ROOTS))
+def test_home_is_written_out_in_every_key_of_a_path(root, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    named = re.compile(r"(^|[._])(path|files|dir|folder|recorded)$")
+    keys = [key for key in valid_keys(root) if named.search(key) and not key.endswith("lora_adapter_path")]
+    assert len(keys) >= 5
+    both = {"model.path", "data.train_files", "teacher.path", "actor_rollout_ref.model.path"}
+    others = {
+        "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
+        "data.custom_cls.path": ["data.custom_cls.name=Mine"],
+    }
+    others |= {"reference.path": ["reference.mode=model"], "reference.folder": ["reference.mode=file"]}
+    others |= {"actor_rollout_ref.ref.model.path": ["actor_rollout_ref.actor.use_kl_loss=true"]}
+    for key in keys:
+        needed = [f"{name}=x" for name in both & set(valid_keys(root)) - {key}] + others.get(key, [])
+        config = load_recipe(root, [*needed, f"{key}=~/a b/x"])
+        assert functools.reduce(getattr, key.split("."), config) == "/home/me/a b/x", key
+    listed = load_recipe(root, [*(f"{name}=x" for name in both & set(valid_keys(root))), "data.train_files=[~/a,b~,~/c]"])
+    assert listed.data.train_files == ["/home/me/a", "b~", "/home/me/c"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.row_files import RowFiles
+from lockstep.data.row_files import RowFiles, data_files
 from lockstep.data.text_sizes import row_sizes
 from lockstep.errors import DataError
 
@@ -110,3 +110,25 @@ def test_sizes_and_places_count_through_all_files(tmp_path):
     assert row_sizes(rows, ["text", "other", "number"]).tolist() == [3, 0, 2, 2, 7]
     assert rows.place(2) == f"{tmp_path / 'a.parquet'} row 2"
     assert rows.place(4) == f"{tmp_path / 'b.jsonl'} row 1"
+
+
+def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path, monkeypatch):
+    folder = tmp_path / "lr=1e-6, (x)~[a]"
+    (folder / "more").mkdir(parents=True)
+    for name in ("b.jsonl", "a.jsonl", "c.json", ".hidden.jsonl", "notes.txt", "more/d.jsonl"):
+        text = "[]" if name.endswith(".json") else f'{{"prompt": "{name}"}}\n'
+        (folder / name).write_text(text)
+    one, two, empty = (folder / name for name in ("a.jsonl", "b.jsonl", "c.json"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_files(folder) == [one, two, empty]
+    assert data_files(f"~/{folder.name}") == [one, two, empty]
+    monkeypatch.chdir(folder)
+    assert list(map(str, data_files("?.jsonl"))) == ["a.jsonl", "b.jsonl"]
+    assert list(map(str, data_files(["**/*.jsonl", "b.jsonl"]))) == ["a.jsonl", "b.jsonl", "more/d.jsonl", "b.jsonl"]
+    assert [row["prompt"] for row in RowFiles(["*.jsonl"]).rows([0, 1])] == ["a.jsonl", "b.jsonl"]
+    (folder / "x*.jsonl").write_text('{"prompt": "star"}\n')  # a file is that file, whatever its name looks like
+    (folder / "xy.jsonl").write_text('{"prompt": "other"}\n')
+    assert RowFiles(["x*.jsonl"]).rows([0]) == [{"prompt": "star"}]
+    for nothing in ("*.parquet", tmp_path / "none", tmp_path, "no[x]"):
+        with pytest.raises(DataError, match=r"none|tmp|parquet|no\[x\]"):
+            RowFiles([nothing])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lockstep.data.pairs import PairDataset
+from lockstep.data.row_files import data_files
 from lockstep.errors import DataError
 from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto
@@ -51,7 +52,7 @@ def num_trained(batch: DataProto) -> np.ndarray:
 
 def reference_path(files: Any, folder: str | None, fingerprint: str) -> Path:
     """Where the log-probs of these data files are kept: beside the first of them, or in `folder`."""
-    first = Path(str(files if isinstance(files, str | Path) else files[0])).expanduser()
+    first = data_files(files)[0]
     return (Path(folder).expanduser() if folder else first.parent) / f"{first.name}.reference-{fingerprint}.npz"
 
 
@@ -61,8 +62,7 @@ def fingerprint(model: str, files: Any, settings: Mapping[str, Any]) -> str:
     source = Path(model_folder(model)).expanduser()
     total.update(str(model).encode() if not source.is_dir() else b"")
     of_model = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else []
-    paths = [files] if isinstance(files, str | Path) else list(files)
-    for path in (*of_model, *(Path(str(path)).expanduser() for path in paths)):
+    for path in (*of_model, *data_files(files)):
         total.update(path.name.encode())
         with path.open("rb") as stream:
             while block := stream.read(_BLOCK):
