@@ -3,14 +3,18 @@
 import os
 import platform
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 
 _PACKAGE = "lockstep-rl"
+_PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+"""Of the source tree, where this runs from one."""
 _USES = {
     "ray": "several processes, GPUs or machines",
     "vllm": "actor_rollout_ref.rollout.name=vllm",
@@ -40,23 +44,36 @@ class Part:
 
 
 def parts() -> list[Part]:
-    """What a run needs, then what is optional."""
+    """What a run needs, then what is optional; from pyproject.toml where the package is not installed."""
     try:
-        requirements = [Requirement(text) for text in metadata.requires(_PACKAGE) or ()]
+        needed, extras = _installed_requirements()
+        install = "pip install '{package}[{extra}]'"
     except metadata.PackageNotFoundError:
-        return [Part(_PACKAGE, None, "pip install . in its folder: what it needs is not known without", True)]
-    needed = [_part(item, f"pip install '{item}'", True) for item in requirements if not item.marker]
-    extras: dict[str, list[Requirement]] = {}
-    for item in requirements:
-        for extra in metadata.metadata(_PACKAGE).get_all("Provides-Extra") or ():
-            if extra not in _NEEDLESS and item.marker and item.marker.evaluate({"extra": extra}):
-                extras.setdefault(extra, []).append(item)
-    optional = [
-        _part(item, f"pip install '{_PACKAGE}[{extra}]' for {_USES.get(extra, extra)}", False)
-        for extra, items in extras.items()
-        for item in items
-    ]
-    return [*needed, *optional, *_outside()]
+        if not _PYPROJECT.is_file():
+            return [Part(_PACKAGE, None, "pip install . in its folder: what it needs is not known without", True), *_outside()]
+        needed, extras = _requirements_of_source()
+        install = f"pip install '{_PYPROJECT.parent}[{{extra}}]'"
+    found = [_part(item, f"pip install '{item}'", True) for item in needed]
+    for extra, items in extras.items():
+        if extra not in _NEEDLESS:
+            remedy = f"{install.format(package=_PACKAGE, extra=extra)} for {_USES.get(extra, extra)}"
+            found += [_part(item, remedy, False) for item in items]
+    return [*found, *_outside()]
+
+
+def _installed_requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """What the installed package needs, and what each extra adds. Raises PackageNotFoundError."""
+    requirements = [Requirement(text) for text in metadata.requires(_PACKAGE) or ()]
+    names = metadata.metadata(_PACKAGE).get_all("Provides-Extra") or ()
+    extras = {extra: [item for item in requirements if item.marker and item.marker.evaluate({"extra": extra})] for extra in names}
+    return [item for item in requirements if not item.marker], extras
+
+
+def _requirements_of_source() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """The same from the pyproject.toml of a source tree."""
+    project = tomllib.loads(_PYPROJECT.read_text())["project"]
+    extras = {extra: [Requirement(text) for text in texts] for extra, texts in project["optional-dependencies"].items()}
+    return [Requirement(text) for text in project["dependencies"]], extras
 
 
 def _part(item: Requirement, remedy: str, is_needed: bool) -> Part:

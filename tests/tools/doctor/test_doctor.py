@@ -1,8 +1,10 @@
 import re
+from importlib import metadata
 
 import pytest
 
 from lockstep.tools.doctor import command, selftest
+from lockstep.tools.doctor import parts as parts_module
 from lockstep.tools.doctor.parts import Part, parts
 
 
@@ -20,6 +22,21 @@ def test_what_is_needed_is_what_the_package_asks_for():
     assert optional["ray"].remedy.startswith("pip install 'lockstep-rl[ray]'")
     assert optional["bubblewrap"].remedy.startswith("apt-get install bubblewrap")
     assert not {"pytest", "mypy"} & set(optional)
+
+
+def test_a_source_tree_that_is_not_installed_is_checked_like_an_installed_package(monkeypatch, tmp_path):
+    def requires(name):
+        raise metadata.PackageNotFoundError(name)
+
+    installed = {(part.name, part.found, part.is_needed) for part in parts()}
+    monkeypatch.setattr(parts_module.metadata, "requires", requires)
+    from_source = parts()
+    assert {(part.name, part.found, part.is_needed) for part in from_source} == installed
+    assert next(part for part in from_source if part.name == "ray").remedy.endswith(
+        "[ray]' for several processes, GPUs or machines"
+    )
+    monkeypatch.setattr(parts_module, "_PYPROJECT", tmp_path / "pyproject.toml")
+    assert [part.name for part in parts() if part.is_needed] == ["lockstep-rl"]
 
 
 def test_all_is_well(quick, capsys):
