@@ -50,7 +50,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 # -- a step
 
 
-def marked_timer(name: str, timing_raw: dict[str, float], *ignored: Any, **also_ignored: Any) -> AbstractContextManager[None]:
+def marked_timer(name: str, timing_raw: dict[str, float], *ignored: Any, **also_ignored: Any) -> AbstractContextManager[Any]:
     return StageTimer(timing_raw).stage(name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, table
+from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, summary, table
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.load import has_key, leaves, plain, readable_errors
 from lockstep.config.overrides import parse_override
@@ -17,6 +17,12 @@ from lockstep.errors import ConfigError, as_command
 from lockstep.utils.shell import started_commands
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
+_HELP = f"""{_USAGE}
+
+Print what becomes of each key of a verl shell script or YAML file, and the Lockstep command that runs it. Arguments after the file are
+laid over it; ~KEY removes a key. If a key is refused, no command is printed and the exit status is 1.
+
+Python code of verl's is another matter: rename the package and put `import lockstep.compat.verl` before it (docs/from_verl.md)."""
 _FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 """Hydra's flags that have a value."""
 _MODULE = re.compile(r"(?:[\w./-]*[./])?(?:main_\w+|\w+_trainer)(?:\.py)?")
@@ -28,34 +34,51 @@ _HYDRAS = (*_FLAGS, "--config", "-m", "--multirun", "-r", "--run", "-c", "--cfg"
 
 @as_command
 def main(arguments: Sequence[str]) -> int:
-    """Print the Lockstep command of a verl script or YAML file, and the table of its keys. 1 when a key is refused, 2 for a wrong call."""
+    """Print what becomes of each key of a verl script or YAML file, and the Lockstep command.
+
+    Return 1 if a key is refused, 2 for a wrong call.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
+        print(_HELP)
         return 0 if arguments else 2
     path = Path(arguments[0])
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; {_USAGE}")
     read = read_yaml if path.suffix in (".yaml", ".yml") else read_script
-    verdicts = judge_all(read(path) | read_arguments(arguments[1:]))
-    print(" \\\n    ".join(["lockstep ppo", *map(shlex.quote, overrides(verdicts))]) + "\n")
+    removed = [word[1:] for word in arguments[1:] if word.startswith("~")]
+    given = read(path) | read_arguments([word for word in arguments[1:] if not word.startswith("~")])
+    verdicts = judge_all({key: value for key, value in given.items() if key not in removed})
     print(table(verdicts))
-    return int(any(verdict.kind in ("refused", "unknown") for verdict in verdicts))
+    print()
+    is_complete = not any(verdict.is_refused for verdict in verdicts)
+    if is_complete:
+        print(" \\\n    ".join(["lockstep ppo", *map(_shell_word, overrides(verdicts))]))
+        print()
+    print(summary(verdicts))
+    return int(not is_complete)
+
+
+def _shell_word(text: str) -> str:
+    """The text as a word of a shell, in double quotes if it has single ones."""
+    if "'" in text and not set(text) & set('"$`\\!'):
+        return f'"{text}"'
+    return shlex.quote(text)
 
 
 def from_verl(arguments: Sequence[str], config_file: Path | None = None) -> list[str]:
     """Lockstep's arguments for those of a verl command, laid over a YAML file of verl's; prints what was not taken as it is. Raises
     ConfigError with all keys that are refused."""
     verdicts = accept((read_yaml(config_file) if config_file else {}) | read_arguments(arguments))
-    print("from verl:\n" + table([verdict for verdict in verdicts if verdict.kind != "accepted"]), flush=True)
+    print(f"from verl:\n{table(verdicts)}\n{summary(verdicts)}", flush=True)
     return overrides(verdicts)
 
 
 def accept(given: Mapping[str, Any]) -> list[Verdict]:
     """The verdicts on these keys of verl's. Raises ConfigError with all that are refused."""
     verdicts = judge_all(given)
-    refused = [verdict for verdict in verdicts if verdict.kind in ("refused", "unknown")]
+    refused = [verdict for verdict in verdicts if verdict.is_refused]
     if refused:
-        raise ConfigError(f"these keys of verl's have no counterpart here; leave them out or change them:\n{table(refused)}")
+        raise ConfigError(f"these keys of verl's are refused; change them or leave them out:\n{table(refused)}")
     return verdicts
 
 

@@ -148,7 +148,7 @@ def test_the_command_that_is_printed_is_read_back(tmp_path, capsys):
     keys = "actor_rollout_ref.model.path=m actor_rollout_ref.actor.grad_clip=2"
     path = script(tmp_path, f"python -m verl.trainer.main_ppo data.train_files=\"['a b','c']\" {keys} $1\n")
     assert main([str(path), "trainer.n_gpus_per_node=4"]) == 0
-    command, _, table = capsys.readouterr().out.partition("\n\n")
+    table, command, summary = capsys.readouterr().out.split("\n\n")
     program, sub, *arguments = shlex.split(command.replace("\\\n", " "))
     assert (program, sub) == ("lockstep", "ppo")
     config = load_config(arguments)
@@ -156,6 +156,8 @@ def test_the_command_that_is_printed_is_read_back(tmp_path, capsys):
     assert config.actor_rollout_ref.actor.optim.clip_grad == 2
     assert config.trainer.n_gpus_per_node == 4
     assert "actor_rollout_ref.actor.grad_clip" in table
+    assert "actor_rollout_ref.model.path" not in table  # accepted: counted only
+    assert summary.startswith("3 accepted, 1 translated; 6 defaults")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +170,35 @@ def test_a_wrong_call_says_how(arguments, status, said, capsys, monkeypatch):
     assert said in "".join(capsys.readouterr())
 
 
-def test_a_script_with_a_refused_key_is_a_failure_with_the_whole_table(tmp_path, capsys):
-    path = script(tmp_path, "python -m verl.trainer.main_ppo trainer.device=npu trainer.nnodes=$NOT_SET\n")
+def test_refused_keys_are_first_and_there_is_no_command_without_them(tmp_path, capsys):
+    experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+    refused = f"trainer.device=npu {experts}=8 trainer.nnodes=$NOT_SET trainer.nonsense=1"
+    others = "data.seed=1 actor_rollout_ref.actor.grad_clip=2 trainer.balance_batch=True"
+    path = script(tmp_path, f"python -m verl.trainer.main_ppo {others} {refused}\n")
     assert main([str(path)]) == 1
     said = capsys.readouterr().out
-    assert "trainer.device" in said
-    assert "its value is empty" in said
+    kinds = [line.split()[1] for line in said.partition("\n\n")[0].splitlines()]
+    assert kinds[:6] == [*["refused"] * 4, "translated", "ignored"]
+    assert set(kinds[6:]) == {"default"}
+    assert "lockstep ppo " not in said.replace("`lockstep ppo --help`", "")
+    assert "4 keys refused: without them this is another run" in said.splitlines()[-1]
+    # What was refused may be changed or removed on the command line.
+    changes = ["trainer.device=cuda", f"~{experts}", "trainer.nnodes=2", "~trainer.nonsense"]
+    assert main([str(path), *changes]) == 0
+    assert "lockstep ppo \\\n" in capsys.readouterr().out
+
+
+def test_paths_are_quoted_readably(tmp_path, capsys):
+    path = script(
+        tmp_path, "python -m verl.trainer.main_ppo data.train_files='/my data/a.parquet' actor_rollout_ref.model.path=m\n"
+    )
+    assert main([str(path)]) == 0
+    command = capsys.readouterr().out.split("\n\n")[1]
+    assert "'\"'" not in command
+    arguments = shlex.split(command.replace("\\\n", " "))[2:]
+    config = load_config(arguments)
+    assert config.data.train_files == "/my data/a.parquet"
+    assert Path(config.data.val_files).expanduser() == Path("~/data/rlhf/gsm8k/test.parquet").expanduser()
 
 
 def test_what_hydra_cannot_read_is_a_string():
