@@ -54,7 +54,6 @@ MOVED = {
     "observability/dashboards.py": ["observability/trackers.py"],
     "observability/eta.py": ["observability/display.py"],
     "observability/score_summary.py": ["trainer/ppo/validation.py"],
-    "padded.py": ["protocol.py"],
     "planner/built.py": ["planner/count.py"],
     "rewards/examples.py": ["rewards/manager.py"],
     "judging/sandbox/program.py": ["judging/sandbox/judge.py"],

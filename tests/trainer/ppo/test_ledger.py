@@ -142,4 +142,4 @@ def test_a_reward_function_of_a_user_pays_for_the_view_it_reads(embedded_config,
         return torch.zeros(data.batch["responses"].shape)
 
     run_grpo(embedded_config, tmp_path, reward_fn=same_for_all)
-    assert pads == {("Ragged.pad", "padded.py"): 1, ("Ragged.from_padded", "trainer/ppo/rewards.py"): 1}
+    assert pads == {("Ragged.pad", __file__): 1, ("Ragged.from_padded", "trainer/ppo/rewards.py"): 1}
