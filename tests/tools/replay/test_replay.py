@@ -109,6 +109,15 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
     assert "step 2: as it was\nstep 3: as it was" in said
     assert "the checkpoint saw" not in said  # rows that are not read are fillers
     assert not written.exists()
+    # Of a run of several processes, whose capsule says one too.
+    capsule = json.loads((tmp_path / "two.json").read_text())
+    assert "global_seqlen/min" in capsule["metrics"][-1]
+    capsule["metrics"][-1]["global_seqlen/min"] /= 2
+    (tmp_path / "of_two.json").write_text(json.dumps(capsule))
+    assert replay.main([str(tmp_path / "of_two.json")]) == 0
+    said = capsys.readouterr().out
+    assert "step 3: as it was" in said
+    assert "and different: global_seqlen/min\n" in said
     # The model lies elsewhere on another machine. That is said, and no setting of the run that must stay.
     moved = shutil.copytree(embedded_task.model, tmp_path / "moved")
     assert replay.main([str(tmp_path / "two.json"), f"actor_rollout_ref.model.path={moved}"]) == 0
