@@ -26,8 +26,10 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
+_REFUSALS = (RecursionError, TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
 """What a template may raise, its own words and those of the Python that it runs."""
+_MARKS = ("train", "weight")
+"""Fields of a message that say whether it is trained: ours, and OpenAI's."""
 _PROBE = "\ue000"
 """A character that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -88,11 +90,13 @@ def read_json(name: str, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise DataError(f"{name} is not JSON: {error}: {value!r}") from error
+    except RecursionError:
+        raise DataError(f"{name} is nested too deep") from None
 
 
 def _shown(message: Message) -> Message:
     """What a template sees of a message."""
-    return {name: field for name, field in message.items() if name != "train"}
+    return {name: field for name, field in message.items() if name not in _MARKS}
 
 
 def _shown_as_text(message: Message) -> Message:
@@ -138,21 +142,49 @@ def _check_calls(messages: Sequence[Message], shown: str) -> None:
                 )
 
 
-def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) -> list[bool]:
-    """Which messages are trained, none of those before `start`. Raises DataError when `flag` is asked and an assistant message has none.
+def is_marked_as_trained(message: Message) -> bool | None:
+    """Return whether the message says that it is trained (`train`, or OpenAI's `weight`); None if it says nothing.
 
-    `train_on` "all" is not a choice of messages: every character is trained.
+    Raises DataError for another value than true and false, or 0 and 1, and where the two contradict each other.
     """
-    if train_on == "flag":
-        for message in messages:
-            if not isinstance(message.get("train", None if message["role"] == "assistant" else False), bool):
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"`train` of a message must be true or false, not {train!r}")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f"`weight` of a message must be 0 (not trained) or 1, not {weight!r}")
+    if train is not None and weight is not None and train != bool(weight):
+        raise DataError(f"a message has train={train} and weight={weight!r}; leave one of them out")
+    return bool(weight) if train is None and weight is not None else train
+
+
+def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) -> list[bool]:
+    """Return which messages are trained: none of those before `start`, and none that says it is not (`is_marked_as_trained`).
+
+    `train_on` "all" trains every character. Raises DataError where a message asks for what `train_on` does not do: with `flag` every
+    assistant message must say something, with `all` none may be left out, and otherwise only the assistant's are trained.
+    """
+    marks = [is_marked_as_trained(message) for message in messages]
+    assistant = [message["role"] == "assistant" for message in messages]
+    for message, mark, speaks in zip(messages, marks, assistant, strict=True):
+        if train_on == "flag":
+            if mark is None and speaks:
                 raise DataError(f"train_on=flag needs a boolean `train` in every assistant message; there is none in {message!r}")
-        return [bool(message.get("train")) for message in messages]
-    assistant = [i >= start and message["role"] == "assistant" for i, message in enumerate(messages)]
-    if train_on == "last" and any(assistant):
-        last = len(assistant) - 1 - assistant[::-1].index(True)
-        return [i == last for i in range(len(messages))]
-    return assistant
+        elif train_on == "all":
+            if mark is False:
+                raise DataError(
+                    f"train_on=all trains every token, but a message is not to be trained: {message!r}; set train_on=assistant"
+                )
+        elif mark and not speaks:
+            raise DataError(f"only train_on=flag trains a message of {message['role']!r}, and one is to be trained: {message!r}")
+    if train_on == "flag":
+        return [bool(mark) for mark in marks]
+    if train_on == "all":
+        return [True] * len(messages)
+    chosen = [speaks and i >= start for i, speaks in enumerate(assistant)]
+    if train_on == "last" and any(chosen):
+        last = len(chosen) - 1 - chosen[::-1].index(True)
+        chosen = [i == last for i in range(len(messages))]
+    return [wanted and mark is not False for wanted, mark in zip(chosen, marks, strict=True)]
 
 
 class ChatTemplate:

@@ -67,7 +67,7 @@ class PromptEncoder:
         try:
             texts: Any = self._tokenizer.apply_chat_template(conversations, tokenize=False, **self._template_kwargs)
             return texts
-        except (TemplateError, TypeError) as error:
+        except (RecursionError, TemplateError, TypeError) as error:
             if len(prompts) > 1:  # find the one
                 return [self.render([prompt], [index])[0] for prompt, index in zip(prompts, indices, strict=True)]
             raise DataError(f"{self._place(indices[0])}: the tokenizer's chat template refuses the prompt: {error}") from error

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _HH_TURN = "\n\nAssistant:"
+_HH_USER = "\n\nHuman:"
 _LAST_WORD = re.compile(r"\s?\S*\Z")
 
 
@@ -36,6 +37,8 @@ class PairDataset(TrainingRows):
     messages after it are trained. Every response ends with a special token: the template's end of turn, else the tokenizer's end token.
 
     With `whole` the response goes on to the end of what the template writes, as a reward model reads it (scored_text.py).
+
+    Pairs without `prompt` whose users say different things are warned of, once, with their number.
 
     A pair whose answers are the same is an error, or is left out with `skip_identical`; `num_skipped` counts those. See TrainingRows for
     the other arguments. `truncation` left and middle cut the prompt, the same way in both rows; right cuts the ends of the responses.
@@ -54,6 +57,8 @@ class PairDataset(TrainingRows):
     ) -> None:
         self._skip_identical, self.num_skipped, self._whole = skip_identical, 0, whole
         super().__init__(files, tokenizer, **options)
+        if self.is_paired and options.get("try_rows", True):
+            self._warn_of_other_questions()
 
     @property
     def is_paired(self) -> bool:
@@ -156,6 +161,24 @@ class PairDataset(TrainingRows):
             raise DataError(f"chosen and rejected are the same in all {len(rows)} rows")
         return np.setdiff1d(rows, identical, assume_unique=True)
 
+    def _warn_of_other_questions(self) -> None:
+        """Print how many pairs without a prompt answer different messages of the user, and the first of them."""
+        used, found = set(self._rows.tolist()), []
+        columns = (self._files.batches(name, missing_ok=True) for name in ("chosen", "rejected"))
+        for (start, chosen), (other_start, rejected) in zip(*columns, strict=False):
+            if start != other_start:
+                return  # a file lacks one of the columns, which is an error where its rows are read
+            for row, (first, second) in enumerate(zip(_objects(chosen), _objects(rejected), strict=True), start):
+                if row in used and answers_other_questions(first, second) and self._files.rows([row])[0].get("prompt") is None:
+                    found.append(row)
+        if found:
+            many = f"{len(found):,} pairs answer" if len(found) > 1 else "1 pair answers"
+            print(
+                f"warning: {many} different messages of the user, which are not trained; what both begin with is the prompt. The first is "
+                f"{self._files.place(found[0])}. Give the rows a column `prompt`, or take these out",
+                flush=True,
+            )
+
     def _answer(self, row: FileRow, answer: Any) -> MarkedText:
         """An answer after the row's prompt."""
         if not self.is_paired and not isinstance(row.get("label"), bool):
@@ -170,6 +193,26 @@ class PairDataset(TrainingRows):
 
     def _chat(self, messages: list[Message], start: int, row: FileRow) -> MarkedText:
         return self._template.mark(messages, choose_messages(messages, "assistant", start), self._tools(row))
+
+
+def _objects(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else values.to_pylist()
+
+
+def answers_other_questions(chosen: Any, rejected: Any) -> bool:
+    """Return whether the user says different things in two conversations, messages or texts of Anthropic's form."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        rests = [text[len(shared_text(chosen, rejected)) :] for text in (chosen, rejected)]
+        asked = [[turn.partition(_HH_TURN)[0] for turn in rest.split(_HH_USER)[1:]] for rest in rests]
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        asked = [[message for message in messages if not _is_of_assistant(message)] for messages in (chosen, rejected)]
+    else:
+        return False
+    return asked[0] != asked[1]
+
+
+def _is_of_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _begins_with_assistant(messages: list[Any]) -> bool:

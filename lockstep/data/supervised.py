@@ -23,9 +23,9 @@ class SupervisedDataset(TrainingRows):
     JSON text) may stand beside messages. A row that has several of these forms is the first of them.
 
     `train_on`: `last` (the last assistant message), `assistant` (all of them; of a completion only those in it), `all` (everything but
-    the first token), `flag` (the messages whose `train` is true). A `text`, and a completion that is plain text, is trained whole. A row
-    that is trained to its end ends with a special token: the template's end of turn, else the tokenizer's end token. See TrainingRows
-    for the other arguments.
+    the first token), `flag` (the messages whose `train` is true). A message with `train: false` or OpenAI's `weight: 0` is not
+    trained. A `text`, and a completion that is plain text, is trained whole. A row that is trained to its end ends with a special token:
+    the template's end of turn, else the tokenizer's end token. See TrainingRows for the other arguments.
     """
 
     columns_read = ("messages", "prompt", "completion", "response", "text", "tools")
@@ -77,10 +77,11 @@ class SupervisedDataset(TrainingRows):
                 f"{sorted(row)}, and of these there is {named or 'nothing'}"
             )
         tools = self._tools(row)
+        chosen = choose_messages(messages, self._train_on, start)
         if self._train_on == "all":
             text = self._template.render_all(messages, tools)
             return [MarkedText(text, ((0, len(text)),), True)]
-        return [self._template.mark(messages, choose_messages(messages, self._train_on, start), tools)]
+        return [self._template.mark(messages, chosen, tools)]
 
     def _plain(self, prompt: str, answer: str) -> MarkedText:
         if self._train_on == "flag":

@@ -129,7 +129,7 @@ class SpanTokenizer:
 def up_to_last_trained(row: TokenRow) -> TokenRow:
     """Without the tokens after the last trained one, which change nothing. Raises DataError when no token is trained."""
     if not row.trained[1:].any():
-        raise DataError("nothing of the row is trained: it has no assistant message, no flag that is true, or no text")
+        raise DataError("nothing of the row is trained: it has no assistant message, none that may be trained, or no text")
     return row.select(slice(0, int(np.flatnonzero(row.trained)[-1]) + 1))
 
 

@@ -372,3 +372,43 @@ def test_a_template_that_cannot_do_without_tools_is_given_them(tokenizer_of):
     tokenizer.chat_template = "{% for tool in tools %}{{ tool.name }};{% endfor %}" + tokenizer.chat_template
     answer = {"role": "assistant", "content": "so"}
     assert mask_of(tokenizer, [QUESTION, answer], tools=[{"name": "look_up"}])[0].text.startswith("look_up;")
+
+
+ASSISTANT, USER = {"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"weight": 0.0}, {"weight": 0, "train": False}])
+def test_a_message_that_is_not_to_be_trained_is_not(mark):
+    messages = [USER, ASSISTANT, USER, ASSISTANT | mark, USER, ASSISTANT | {"weight": 1}]
+    assert choose_messages(messages, "assistant") == [False, True, False, False, False, True]
+    assert choose_messages(messages[:4], "last") == [False] * 4
+    assert choose_messages([USER, ASSISTANT | {"train": True}, *messages[2:]], "flag") == [False, True, False, False, False, True]
+    with pytest.raises(DataError, match="train_on=all"):
+        choose_messages(messages, "all")
+    assert choose_messages(messages[4:], "all") == [True, True]
+
+
+@pytest.mark.parametrize("mode", ["assistant", "last", "flag", "all"])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"weight": 0.5},
+        {"weight": 2},
+        {"weight": "0"},
+        {"weight": True},
+        {"train": "no"},
+        {"train": 0},
+        {"train": True, "weight": 0},
+    ],
+)
+def test_another_mark_is_refused_and_never_ignored(mark, mode):
+    with pytest.raises(DataError, match="train|weight"):
+        choose_messages([USER, ASSISTANT | mark], mode)
+
+
+def test_a_message_of_another_role_is_trained_by_flags_only():
+    messages = [USER | {"train": True}, ASSISTANT | {"train": True}]
+    assert choose_messages(messages, "flag") == [True, True]
+    for mode in ("assistant", "last"):
+        with pytest.raises(DataError, match="train_on=flag"):
+            choose_messages(messages, mode)

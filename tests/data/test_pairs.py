@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.pairs import PairDataset, shared_text
+from lockstep.data.pairs import PairDataset, num_shared_messages, shared_text
 from lockstep.errors import DataError
 
 QUESTION = {"role": "user", "content": "how many?"}
@@ -171,3 +171,29 @@ def test_anthropics_dialogues_are_cut_after_the_last_common_turn(qwen_like):
     for prompt, response in texts(dataset.batch(range(len(dataset))), qwen_like):
         assert prompt.endswith("\n\nAssistant:")
         assert response.endswith("<|im_end|>")
+
+
+def test_users_who_say_different_things_are_warned_of_once(open_pairs, capsys):
+    same = {"chosen": [QUESTION, answer("48")], "rejected": [QUESTION, answer("49")]}
+    other = {"chosen": [QUESTION, answer("48")], "rejected": [QUESTION | {"content": "how many in May?"}, answer("49")]}
+    later = {"chosen": [QUESTION, answer("4"), QUESTION, answer("8")], "rejected": [QUESTION, answer("49")]}
+    written = {"chosen": f"{HH} 48", "rejected": f"{HH} 49\n\nHuman: No.\n\nAssistant: 50"}
+    open_pairs([same, same])
+    assert "warning" not in capsys.readouterr().out
+    open_pairs([same, later, later, same])
+    said = capsys.readouterr().out
+    assert said.count("warning") == 1
+    assert "2 pairs" in said
+    assert "row 1" in said
+    open_pairs([{"chosen": f"{HH} 48", "rejected": f"{HH} 49"}, written])
+    assert "row 1" in capsys.readouterr().out
+    open_pairs([row | {"prompt": "how many?"} for row in (same, other)])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_two_conversations_share_all_but_one_message_at_most():
+    short = [QUESTION, answer("48")]
+    assert num_shared_messages(short, [*short, QUESTION, answer("49")]) == 1
+    assert num_shared_messages(short, short) == 1
+    assert num_shared_messages([*short, QUESTION], [*short, answer("a")]) == 2
+    assert num_shared_messages(short[:1], short) == 0

@@ -218,3 +218,37 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(open_rows):
         alone = dataset.batch([position])
         for name in alone.columns:
             assert torch.equal(alone.ragged(name).values, together.ragged(name)[place])
+
+
+def test_marks_of_messages_reach_the_mask_and_not_the_template(open_rows, qwen_like):
+    marked = [MESSAGES[0], MESSAGES[1] | {"weight": 0}, MESSAGES[2], MESSAGES[3] | {"weight": 1, "train": True}]
+    for name in ("rows.jsonl", "rows.parquet"):
+        data = open_rows([{"messages": marked}], name).batch([0])
+        plain = open_rows([{"messages": MESSAGES}], name).batch([0])
+        assert parts(data, qwen_like)[0][1] == "1,234<|im_end|>"
+        whole = [
+            torch.cat([columns.ragged(key).rows()[0] for key in ("prompts", "responses")]).tolist() for columns in (data, plain)
+        ]
+        assert whole[0] == whole[1]
+    with pytest.raises(DataError, match="row 0"):
+        open_rows([{"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0}]}])
+
+
+@pytest.mark.parametrize("depth", [190, 300, 3_000, 100_000])
+@pytest.mark.parametrize("form", ["lines", "[list]"])
+def test_a_row_that_is_nested_too_deep_is_an_error_with_its_file_and_number(tmp_path, qwen_like, depth, form):
+    good = '{"text": "48 clips", "more": [1, "]"]}'
+    deep = '{"text": "48", "more": ' + '{"a": [' * (depth // 2) + "1" + "]}" * (depth // 2) + "}"
+    path = tmp_path / ("rows.json" if form.startswith("[") else "rows.jsonl")
+    path.write_text(f"[{good}, {deep}]" if form.startswith("[") else f"{good}\n{deep}\n")
+    if depth < 200:
+        assert len(SupervisedDataset(path, qwen_like, max_length=100)) == 2
+        return
+    with pytest.raises(DataError, match=r"rows\.jsonl?.*row 1\b.* nested"):
+        SupervisedDataset(path, qwen_like, max_length=100)
+
+
+def test_json_text_in_a_row_that_is_nested_too_deep_is_an_error(open_rows):
+    deep = "[" * 3_000 + "]" * 3_000
+    with pytest.raises(DataError, match=r"row 0.*nested"):
+        open_rows([{"messages": MESSAGES, "tools": deep}])

@@ -13,7 +13,7 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_KEPT = {"name": pa.string(), "reasoning_content": pa.string(), "train": pa.bool_()}
+_KEPT = {"name": pa.string(), "reasoning_content": pa.string(), "train": pa.bool_(), "weight": pa.float64()}
 """Fields of a message that are kept where they are there."""
 _MESSAGE = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.string(), **_KEPT})
 
@@ -45,6 +45,8 @@ def _message(turn: Any) -> dict[str, Any]:
     content = "" if who == "function_call" or (content is None and calls) else content
     if not isinstance(content, str) or not (content.strip() or calls):
         raise UnusableRow("a turn is empty, or not text")
+    if turn.get("weight") not in (None, 0, 1):
+        raise UnusableRow("the weight of a turn is neither 0 nor 1")
     kept = {name: turn[name] for name in _KEPT if turn.get(name) is not None}
     return {"role": _ROLES[who], "content": content, "tool_calls": calls, **kept}
 
