@@ -70,6 +70,10 @@ class Environment:
     is_judged: bool = False
     """Whether the run's reward function judges the policy's last turn, beside what the environment says of turns."""
 
+    shows_prompt: bool | None = None
+    """Whether `reset` begins with the row's prompt, which is then measured with the description of tools before training
+    (data.filter_overlong_prompts, data.truncation). None: where the class has no `reset` of its own."""
+
     def reset(self, row: dict[str, Any], seed: int) -> Turn | Awaitable[Turn]:
         """The first messages, of a row of the data set. All chance must come from `seed`. The default: the row's prompt."""
         prompt = row["prompt"]

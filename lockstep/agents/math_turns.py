@@ -19,6 +19,7 @@ class MathTurns(ToolEnvironment):
 
     is_judged = False
     is_quick = True
+    shows_prompt = True
     queue_s = SANDBOX_QUEUE_S
     tools = (python,)
 

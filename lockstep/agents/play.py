@@ -25,6 +25,7 @@ from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_h
 from lockstep.agents.parsers import Parse
 from lockstep.agents.parsers.parsed import as_json
 from lockstep.config.sampling import SamplingParams
+from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.utils.garbage import rare_collections
 from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
@@ -72,6 +73,8 @@ class Limits:
     """How often an episode whose environment failed is begun anew."""
     max_prompt_tokens: int | None = None
     """Of the first messages."""
+    prompt_side: str | None = None
+    """Where first messages that are too long are cut: left, right or middle (data.truncation). None: the episode fails."""
 
 
 class Player:
@@ -136,14 +139,17 @@ class Player:
         if (start := host.starting(task.make, task.kwargs)) is not None:
             await start
         turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
-        self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
+        if limits.prompt_side in (None, "right"):  # the others keep the end
+            self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
         with _refusals():
             text = bridge.start_text(turn.messages)
         new, previous = await Encoded(bridge, text), None
+        if limits.max_prompt_tokens is not None and limits.prompt_side is not None:
+            new = truncate(new, limits.max_prompt_tokens, limits.prompt_side)
         if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
             raise EnvironmentFailed(
                 f"the first messages have {len(new)} tokens or more, tools included, and data.max_prompt_length="
-                f"{limits.max_prompt_tokens}; raise it (data.filter_overlong_prompts and data.truncation look at the prompts alone)"
+                f"{limits.max_prompt_tokens}; raise it (data.filter_overlong_prompts leaves such rows out if episodes begin with them)"
             )
         episode = Episode(list(new), seed=task.seed)
         episode.add_turn(turn)

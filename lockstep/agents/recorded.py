@@ -134,7 +134,8 @@ def _class(file: str, name: str) -> type[Environment]:
     if name not in kinds:
         raise DataError(f"{file} has no episodes of the environment {name!r}; it has {sorted(kinds)}")
     tools = tuple(Tool(schema["function"]["name"], schema, _uncalled) for schema in kinds[name]["tools"])
-    return type("Recorded", (RecordedEnvironment,), {"file": file, "tools": tools, "is_judged": kinds[name]["is_judged"]})
+    said = {"is_judged": kinds[name]["is_judged"], "shows_prompt": kinds[name].get("shows_prompt", False)}
+    return type("Recorded", (RecordedEnvironment,), {"file": file, "tools": tools} | said)
 
 
 @functools.cache

@@ -45,6 +45,8 @@ class Agent:
     template_kwargs: dict[str, Any]
     max_prompt_length: int | None = None
     """Of the first messages, in tokens."""
+    prompt_side: str | None = None
+    """Where first messages that are too long are cut: see Limits."""
 
     @property
     def renders_anew(self) -> bool:
@@ -59,7 +61,7 @@ class Agent:
         most = config.max_observation_tokens if config.recorded is None else None
         return Limits(
             config.max_turns, config.max_turn_tokens, most, config.max_environments, config.step_timeout_s,
-            config.episode_timeout_s, config.retries, self.max_prompt_length,
+            config.episode_timeout_s, config.retries, self.max_prompt_length, self.prompt_side,
         )  # fmt: skip
 
     @property
@@ -77,7 +79,12 @@ class Agent:
     def kind(self, name: str | None) -> dict[str, Any]:
         """What a replay must know of a row's environments: what the policy is told of tools, and whether the reward function judges."""
         kind = self.environment_class(name)
-        return {"tools": [tool.schema for tool in _tools(self, None, kind)], "is_judged": kind.is_judged}
+        tools = [tool.schema for tool in _tools(self, None, kind)]
+        return {"tools": tools, "is_judged": kind.is_judged, "shows_prompt": _shows_prompt(kind)}
+
+    def shown_prompt(self) -> Callable[[list[dict[str, Any]]], str] | None:
+        """What renders a row's prompt as the beginning of an episode, tools included; None where episodes begin with something else."""
+        return _bridge(self, None).start_text if _shows_prompt(self.environment_class()) else None
 
     def check(self, kinds: Iterable[Kind] = ()) -> None:
         """Everything that can be known before a model is loaded; `kinds` are those of the rows.
@@ -135,6 +142,10 @@ def environment_class(name: str) -> type[Environment]:
     if found.step is Environment.step:
         raise ConfigError(f"agent.environment={name} has no method step(action) that returns a Turn")
     return found
+
+
+def _shows_prompt(kind: type[Environment]) -> bool:
+    return kind.reset is Environment.reset if kind.shows_prompt is None else kind.shows_prompt
 
 
 def _rows(prompts: DataProto) -> list[dict[str, Any]]:

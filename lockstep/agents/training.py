@@ -18,7 +18,8 @@ def agent_of(config: PPOConfig) -> Agent:
     """What the config says of episodes."""
     model = config.actor_rollout_ref.model
     kwargs = dict(config.data.apply_chat_template_kwargs)
-    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length)
+    side = None if config.data.truncation == "error" else config.data.truncation
+    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length, side)
 
 
 class EpisodeRollout:

@@ -16,19 +16,27 @@ if TYPE_CHECKING:
 ChatPrompt = str | list[dict[str, Any]]
 """A text, or messages with role and content."""
 Names = Callable[[int], str]
+Shown = Callable[[list[dict[str, Any]]], str]
 
 
 class PromptEncoder:
     """Token ids of prompts: through the chat template where the tokenizer has one, as they are where it has none.
 
     A string becomes one user message where there is a template. `template_kwargs` are passed to it. `place` names a row in errors.
+    `shown` renders the messages of a prompt in place of the template, as for episodes that begin with a description of tools.
     """
 
     tokens_beyond_bytes: float
     """A rendered text has at most `num_bytes(text)` and so many tokens; infinite where nothing is known of the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], place: Names = "row {}".format) -> None:
-        self._tokenizer, self._place = tokenizer, place
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: dict[str, Any],
+        place: Names = "row {}".format,
+        shown: Shown | None = None,
+    ) -> None:
+        self._tokenizer, self._place, self._shown = tokenizer, place, shown
         self._has_template, self._template_kwargs = bool(tokenizer.chat_template), {"add_generation_prompt": True} | template_kwargs
         self.tokens_beyond_bytes = tokens_beyond_bytes(tokenizer)
 
@@ -64,6 +72,8 @@ class PromptEncoder:
                     )
             return list(prompts)  # type: ignore[arg-type]
         conversations = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+        if self._shown is not None:
+            return [self._show(messages, index) for messages, index in zip(conversations, indices, strict=True)]
         try:
             texts: Any = self._tokenizer.apply_chat_template(conversations, tokenize=False, **self._template_kwargs)
             return texts
@@ -71,3 +81,10 @@ class PromptEncoder:
             if len(prompts) > 1:  # find the one
                 return [self.render([prompt], [index])[0] for prompt, index in zip(prompts, indices, strict=True)]
             raise DataError(f"{self._place(indices[0])}: the tokenizer's chat template refuses the prompt: {error}") from error
+
+    def _show(self, messages: list[dict[str, Any]], index: int) -> str:
+        assert self._shown is not None
+        try:
+            return self._shown(messages)
+        except DataError as error:
+            raise DataError(f"{self._place(index)}: {error}") from error

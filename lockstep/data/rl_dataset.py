@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lockstep.data.encoder import PromptEncoder
+from lockstep.data.encoder import PromptEncoder, Shown
 from lockstep.data.prompt_checks import Length, choose_rows, find_overlong, read_column
 from lockstep.data.row_files import RowFiles
 from lockstep.data.tag import Tag
@@ -46,6 +46,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             `apply_chat_template_kwargs`, `shuffle`, `seed`.
         max_samples: -1 for all rows; N > 0 for N of them, chosen by `seed` when `shuffle` is on, otherwise the first.
             Overlong prompts are filtered after that.
+        shown: Renders the messages of a prompt in place of the chat template: for episodes, which begin with a description of tools.
 
     Construction reads the prompt column once and raises DataError for a file that cannot be used, a missing prompt
     column, a prompt that is empty, neither a string nor a message list, or refused by the chat template, and for no rows
@@ -59,7 +60,12 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     """Rows left out because their prompt is longer than `max_prompt_length`."""
 
     def __init__(
-        self, data_files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Any, max_samples: int = -1
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Any,
+        max_samples: int = -1,
+        shown: Shown | None = None,
     ) -> None:
         self._prompt_key: str = config.prompt_key
         self._max_prompt_length: int = config.max_prompt_length
@@ -74,7 +80,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         paths = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self._files = RowFiles(paths)
         self.columns = self._files.columns
-        self._encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs), self._files.place)
+        self._encoder = PromptEncoder(tokenizer, dict(config.apply_chat_template_kwargs), self._files.place, shown)
         if not len(self._files):
             raise DataError(f"no rows in {paths}")
         if self._prompt_key not in self._files.columns:

@@ -18,6 +18,7 @@ from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.generation.engine import NativeRollout
 from lockstep.generation.open_scheduler import OpenScheduler
@@ -264,6 +265,15 @@ def test_first_messages_that_are_too_long_are_said_to_be(engine, tokenizer, brid
     limits = Limits(8, 12, None, 4, 30.0, 100.0, 0, max_prompt_tokens=5)
     (lost,) = play(engine, tokenizer, bridge, [task(bridge, 1, environments.AnythingQuick, turns=1)], limits)
     assert "data.max_prompt_length=5; raise it" in lost.error
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_first_messages_that_are_too_long_are_cut_where_the_data_section_says(engine, tokenizer, bridge, side):
+    one = task(bridge, 1, environments.AnythingQuick, turns=1)
+    (whole,) = play(engine, tokenizer, bridge, [one])
+    (cut,) = play(engine, tokenizer, bridge, [one], Limits(8, 12, None, 4, 30.0, 100.0, 0, max_prompt_tokens=5, prompt_side=side))
+    assert cut.error is None
+    assert cut.prompt_ids == truncate(whole.prompt_ids, 5, side) != whole.prompt_ids
 
 
 def test_messages_that_the_template_refuses_are_the_environments_failure(engine, tokenizer, bridge, monkeypatch):

@@ -1,6 +1,7 @@
 """Runs whose prompts become episodes. What they need of `lockstep.agents` is imported by them alone."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.ppo import PPOConfig
@@ -26,6 +27,22 @@ def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any
     agent = agent_of(config)
     agent.check({_kind(*said) for column in columns for said in zip(column("environment"), column("tools"), strict=True)})
     return [EpisodeRewards(reward_fn, agent) for reward_fn in reward_fns]
+
+
+def episode_prompt(config: PPOConfig, files: Any) -> Any:
+    """What renders a row's prompt as the first messages of its episode; None where something else begins it: an environment's own words, or
+    an environment or tools that the row names.
+
+    Raises ConfigError for tools and environments that cannot be used.
+    """
+    if not config.agent.is_on:
+        return None
+    from lockstep.agents.training import agent_of
+    from lockstep.data.row_files import RowFiles
+
+    shown = agent_of(config).shown_prompt()
+    names_of_rows = {"environment", "tools"} & set(RowFiles([files] if isinstance(files, str | Path) else list(files)).columns)
+    return None if names_of_rows else shown
 
 
 def _kind(environment: Any, tools: Any) -> tuple[str | None, tuple[str, ...] | None]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.data.encoder import Shown
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.protocol import DataProto
@@ -14,11 +15,18 @@ from lockstep.trainer.ppo.stages import make_prompts
 from lockstep.utils.files import load_object
 
 
-def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int) -> Any:
-    """The rows of these files, in the dataset class that the config names."""
+def open_dataset(config: PPOConfig, tokenizer: Any, files: Any, max_samples: int, shown: Shown | None = None) -> Any:
+    """The rows of these files, in the dataset class that the config names.
+
+    `shown` (`episodes.episode_prompt`) renders prompts as episodes begin with them, so that they are measured with the description of
+    tools. A class with a constructor of its own is not given it.
+    """
     custom = config.data.custom_cls
     cls = load_object(custom.path, str(custom.name)) if custom.path else RLHFDataset
-    return cls(files, tokenizer, dataclasses.replace(config.data, seed=config.data_seed), max_samples)
+    data = dataclasses.replace(config.data, seed=config.data_seed)
+    if shown is not None and getattr(cls, "__init__", None) is RLHFDataset.__init__:
+        return cls(files, tokenizer, data, max_samples, shown)
+    return cls(files, tokenizer, data, max_samples)
 
 
 class Prompts:

@@ -29,7 +29,7 @@ from lockstep.single_controller.base import WorkerGroup, share_rows
 from lockstep.single_controller.ray import RayWorkerGroup
 from lockstep.trainer.ppo import checks, critic_stages, recording, stages
 from lockstep.trainer.ppo.drift import Drift, Source
-from lockstep.trainer.ppo.episodes import episode_metrics, episode_rewards, episode_rollout
+from lockstep.trainer.ppo.episodes import episode_metrics, episode_prompt, episode_rewards, episode_rollout
 from lockstep.trainer.ppo.groups import Groups
 from lockstep.trainer.ppo.kept_samples import SampleKeeper
 from lockstep.trainer.ppo.metrics import balance_metrics, data_metrics, peak_metrics, silent_peaks, timing_metrics
@@ -88,11 +88,15 @@ class RayPPOTrainer(SavedPPO):
 
         data, algorithm = config.data, config.algorithm
         if train_dataset is None:
-            train_dataset = open_dataset(config, tokenizer, data.train_files, data.train_max_samples)
+            train_dataset = open_dataset(
+                config, tokenizer, data.train_files, data.train_max_samples, episode_prompt(config, data.train_files)
+            )
         config = fitted(config, for_rows(config, len(train_dataset)), f"the data has {len(train_dataset)} prompts")
         data = config.data
         if val_dataset is None and data.val_files:
-            val_dataset = open_dataset(config, tokenizer, data.val_files, data.val_max_samples)
+            val_dataset = open_dataset(
+                config, tokenizer, data.val_files, data.val_max_samples, episode_prompt(config, data.val_files)
+            )
         config.trainer.check_validated(val_dataset is not None)
         reward_fn, val_reward_fn = episode_rewards(config, (train_dataset, val_dataset), reward_fn, val_reward_fn)
         checks.check_columns(data, train_dataset, val_dataset)
