@@ -50,8 +50,8 @@ from lockstep.models.load import share_structure
 from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.model_source import model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Completion, Request
 
 SHORTEST_S, LONGEST_S = 0.05, 2.0
 """How long a slow environment takes for an answer."""

@@ -27,9 +27,9 @@ from lockstep.models.load import Head
 from lockstep.planner import decode
 from lockstep.planner.built import reusing_models
 from lockstep.planner.hardware import find_device
-from lockstep.planner.stage_prediction import predict_stage
 from lockstep.planner.prediction import Lengths, predict
 from lockstep.planner.shape import Shape, read_shape
+from lockstep.planner.stage_prediction import predict_stage
 from lockstep.planner.time import Ranks, Rows, update_s
 
 RESULTS = Path(__file__).parent / "results"

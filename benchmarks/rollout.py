@@ -48,8 +48,9 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.registry import make_rollout, process_rollout
+from lockstep.workers.rollout.request import Completion, Request
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0

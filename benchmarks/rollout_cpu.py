@@ -37,8 +37,9 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.base import Request, RolloutEngine
+from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.registry import check_installed, make_rollout
+from lockstep.workers.rollout.request import Request
 
 Load = tuple[list[list[int]], list[int]]
 """Prompts (token ids), and the length of each response."""

@@ -27,8 +27,8 @@ from lockstep.generation.cpu.kernels import Library, draw
 from lockstep.generation.cpu.paged import StepBatch
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Request
 
 
 class Clock:

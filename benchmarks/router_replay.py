@@ -36,7 +36,8 @@ from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.rollout.base import Request, response_columns
+from lockstep.workers.rollout.base import response_columns
+from lockstep.workers.rollout.request import Request
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

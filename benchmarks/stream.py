@@ -28,8 +28,8 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
-from lockstep.workers.rollout.base import Completion, Request
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Completion, Request
 
 NEW, RESPONSE = 32, 32
 """Tokens of a second turn, and of each response in it."""

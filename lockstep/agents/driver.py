@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.hosts import Waited
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.request import Completion, Request
 from lockstep.workers.rollout.stream import Stream
 
 Play = Coroutine[Any, Any, Any]

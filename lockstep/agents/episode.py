@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.agents.environment import Message, Turn
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.rollout.base import Completion
+from lockstep.workers.rollout.request import Completion
 
 MISSING = "error"
 """finish_reason of an episode whose environment failed: it has no tokens and no reward."""

@@ -28,7 +28,8 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.utils.garbage import rare_collections
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.base import RolloutEngine
+from lockstep.workers.rollout.request import Completion, Request
 from lockstep.workers.rollout.stream import Stream
 
 if TYPE_CHECKING:

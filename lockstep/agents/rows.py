@@ -22,7 +22,7 @@ from lockstep.config.agent import AgentConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, DataError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.counted import request_key
+from lockstep.workers.rollout.sampling import request_key
 
 Kind = tuple[str | None, tuple[str, ...] | None]
 """What a row says of its episode: the columns environment and tools."""

@@ -18,7 +18,7 @@ from lockstep.generation.probe import cache_shape, check_equivalence
 from lockstep.generation.scheduler import Scheduler
 from lockstep.generation.stream import NativeStream
 from lockstep.models.cached_attention import CACHED
-from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream
 

@@ -13,7 +13,7 @@ from lockstep.generation.cpu.passes import PassBackend, batch_of
 from lockstep.generation.pages import CacheShape
 from lockstep.generation.scheduler import Pass, PassRow, Prompt, Sample
 from lockstep.models.cached_attention import Variant
-from lockstep.workers.rollout.base import Stopping
+from lockstep.workers.rollout.request import Stopping
 
 _PROMPTS = (7, 3)
 """Lengths of the two prompts that are compared."""

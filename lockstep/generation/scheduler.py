@@ -26,7 +26,7 @@ from lockstep.generation.prompt import Prompt
 if TYPE_CHECKING:
     from lockstep.config.sampling import SamplingParams
     from lockstep.generation.scores import Scores
-    from lockstep.workers.rollout.base import Stopping
+    from lockstep.workers.rollout.request import Stopping
 
 PENDING = -1
 """A token that is promised and not known yet: the GPU's host plans ahead of it."""

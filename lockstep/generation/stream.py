@@ -14,9 +14,8 @@ import torch
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend, Event
 from lockstep.generation.scheduler import Prompt, Sample, Scheduler
-from lockstep.workers.rollout.base import not_finite
-from lockstep.workers.rollout.counted import request_key
-from lockstep.workers.rollout.request import Completion, Job, Tokens
+from lockstep.workers.rollout.request import Completion, Job, Tokens, not_finite
+from lockstep.workers.rollout.sampling import request_key
 from lockstep.workers.rollout.stream import Stream
 
 if TYPE_CHECKING:

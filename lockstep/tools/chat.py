@@ -15,7 +15,7 @@ from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_mod
 from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:
-    from lockstep.workers.rollout.base import Completion
+    from lockstep.workers.rollout.request import Completion
     from lockstep.workers.rollout.stream import Stream
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -76,7 +76,7 @@ class Chat:
         answer does not."""
         import torch
 
-        from lockstep.workers.rollout.base import Request
+        from lockstep.workers.rollout.request import Request
 
         self.messages.append({"role": "user", "content": said})
         try:
@@ -99,7 +99,7 @@ class Chat:
         print(notes.get(completion.finish_reason, ""))
 
     def _print_answer(self, index: int, is_interrupted: Callable[[], bool]) -> Completion:
-        from lockstep.workers.rollout.stream import Tokens
+        from lockstep.workers.rollout.request import Tokens
 
         ids: list[int] = []
         num_printed = 0

@@ -16,7 +16,7 @@ from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_mod
 from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:
-    from lockstep.workers.rollout.base import Completion
+    from lockstep.workers.rollout.request import Completion
 
 _MAX_TOKENS = 512
 _PROMPT_WIDTH = 100
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 def _generate(loaded: LoadedModel, prompts: Sequence[Any], options: argparse.Namespace) -> int:
     import torch
 
-    from lockstep.workers.rollout.base import Request
+    from lockstep.workers.rollout.request import Request
 
     ids = encode(loaded.tokenizer, prompts, options.chat, options.system)
     places = [(i, k) for i in range(len(prompts)) for k in range(options.n)]

@@ -29,7 +29,8 @@ from lockstep.workers.policy.actor import ActorPart, actor_budget
 from lockstep.workers.policy.reference import ReferencePart, reference_budget
 from lockstep.workers.policy.rollout import RolloutPart, choose_rollout, make_rollout_part
 from lockstep.workers.prepared_policy import PreparedPolicy
-from lockstep.workers.rollout.base import Completion, requests_of, response_columns
+from lockstep.workers.rollout.base import requests_of, response_columns
+from lockstep.workers.rollout.request import Completion
 from lockstep.workers.sends_weights import SendsWeights
 from lockstep.workers.training_worker import TrainingWorker
 

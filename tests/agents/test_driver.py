@@ -11,7 +11,7 @@ import torch
 from lockstep.agents import driver
 from lockstep.agents.driver import Asked, Driver, Encoded
 from lockstep.agents.hosts import EnvironmentFailed, ThreadHost, Waited
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.request import Completion, Request
 
 REQUEST = Request(torch.tensor([1]), (0, 0, 0))
 

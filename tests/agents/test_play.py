@@ -23,7 +23,7 @@ from lockstep.errors import DataError
 from lockstep.generation.engine import NativeRollout
 from lockstep.generation.open_scheduler import OpenScheduler
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.hf.engine import HFRollout
+from lockstep.workers.rollout.hf import HFRollout
 
 LIMITS = Limits(8, 12, None, 4, 30.0, 100.0, 1)
 

@@ -18,9 +18,9 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.registry import make_rollout
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.rollout.request import Request
+from lockstep.workers.weight_sync.source import SharedWeights
 
 pytest.importorskip("peft")
 ALL = {"lora_rank": 8, "lora_alpha": 16}

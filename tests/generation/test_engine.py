@@ -17,7 +17,7 @@ from lockstep.generation.engine import NativeRollout
 from lockstep.generation.pages import KVCache
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.rollout.base import Completion, Request
+from lockstep.workers.rollout.request import Completion, Request
 
 
 def is_a_valid_end(completion: Completion, max_tokens: int, stop: set[int]) -> bool:

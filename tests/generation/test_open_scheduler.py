@@ -10,7 +10,7 @@ from lockstep.generation.open_scheduler import OpenScheduler
 from lockstep.generation.pages import PagePool
 from lockstep.generation.prefix_cache import PrefixCache
 from lockstep.generation.scheduler import PENDING, PassRow, Prompt, Sample
-from lockstep.workers.rollout.base import Stopping
+from lockstep.workers.rollout.request import Stopping
 
 SIZE = 4
 START = list(range(2 * SIZE))

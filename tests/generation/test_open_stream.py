@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend
 from lockstep.generation.open_stream import OpenStream
-from lockstep.workers.rollout.base import Completion, Request, Stopping
-from lockstep.workers.rollout.counted import request_keys
-from lockstep.workers.rollout.stream import Tokens
+from lockstep.workers.rollout.request import Completion, Request, Stopping, Tokens
+from lockstep.workers.rollout.sampling import request_keys
 
 CONTEXT = 90
 

@@ -22,8 +22,9 @@ from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.models.routers import NOT_RECORDED
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.rollout.base import Completion, Request, response_columns
+from lockstep.workers.rollout.base import response_columns
 from lockstep.workers.rollout.registry import make_rollout as registered
+from lockstep.workers.rollout.request import Completion, Request
 
 
 def routed(path: str, dtype: torch.dtype = torch.float32, **config: Any) -> RoutedRollout:

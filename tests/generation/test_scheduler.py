@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lockstep.generation.pages import PagePool
 from lockstep.generation.scheduler import Pass, Prompt, Sample, Scheduler
-from lockstep.workers.rollout.base import Completion, Request, Stopping
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.request import Completion, Request, Stopping
+from lockstep.workers.rollout.sampling import request_keys
 
 STOP = (40,)
 PARAMS = sampling(max_tokens=10_000, stop_token_ids=STOP)

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.generation.backend import Backend
-from lockstep.workers.rollout.base import Completion, Request, Stopping
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.request import Completion, Request, Stopping
+from lockstep.workers.rollout.sampling import request_keys
 
 
 def letters(ids: list[int]) -> str:

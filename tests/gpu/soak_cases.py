@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 VOCABULARY, BAD = 32, 31
 """Token BAD has no finite embedding: a request that has it, or draws it, ends with an error."""

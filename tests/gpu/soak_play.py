@@ -32,10 +32,8 @@ from lockstep.generation.probe import cache_shape
 from lockstep.models.adapted import AdaptedLinear
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
-from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.request import Job, Tokens, TopLogProbs
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.request import Completion, Job, Request, Tokens, TopLogProbs
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 from lockstep.workers.rollout.stream import Stream
 
 _LOG_PROB = 2e-4

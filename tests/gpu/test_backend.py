@@ -16,8 +16,8 @@ from lockstep.generation.gpu.backend import GPUBackend
 from lockstep.generation.gpu.fused import FusedDecoder
 from lockstep.generation.pages import CacheShape, PagePool
 from lockstep.generation.scheduler import Prompt, Sample, Scheduler
-from lockstep.workers.rollout.base import Stopping
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.request import Stopping
+from lockstep.workers.rollout.sampling import request_keys
 
 SHAPE = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "max_position_embeddings": 512}
 """Heads of 64, 4 over 2 key-value heads; sequences of several pages."""

@@ -10,8 +10,7 @@ if not torch.cuda.is_available():
 
 from lockstep.generation.gpu.draw import draw, num_chunks
 from lockstep.generation.gpu.rows import NOT_FINITE, RUNNING, STOPPED, TOO_LONG, RowState
-from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 
 VOCABULARY = 151_936
 """Qwen2.5's: 38 chunks, the last one not full."""

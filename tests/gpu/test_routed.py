@@ -25,8 +25,9 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.rollout.base import Request, response_columns
+from lockstep.workers.rollout.base import response_columns
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Request
 
 WIDE = {"hidden_size": 128, "head_dim": 32}
 

@@ -57,7 +57,7 @@ from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.checkpoint import MOMENTS
 from lockstep.workers.engine.score import score_rows
 from lockstep.workers.losses import make_policy_loss
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 LM, VALUE, SCORE = Head.LANGUAGE_MODEL, Head.VALUE, Head.SCORE
 TIED = {"tie_word_embeddings": True}

@@ -15,9 +15,8 @@ from lockstep.agents.episode import MISSING, Episode
 from lockstep.agents.parsers import PARSERS
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.counted import request_keys, uniforms
 from lockstep.workers.rollout.request import Completion
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 
 SEED = 5
 MAKES = (environments.Anything, environments.AnythingInALoop, environments.AnythingQuick)

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel  # noqa: F401  (before the stub: what i
 
 from helpers.fake_model import EMPTY, VOCABULARY, FakeModel
 from lockstep.generation.pages import CacheShape
-from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.sampling import keep_likely
+from lockstep.workers.rollout.sampling import keep_likely, uniforms
 
 __all__ = ["FakeDecoder", "fake_gpu", "loop", "make_gpu", "rows", "short_prefill"]
 

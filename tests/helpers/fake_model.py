@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import sample, uniforms
 
 VOCABULARY = 50
 EMPTY = -7

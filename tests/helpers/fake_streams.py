@@ -11,7 +11,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend
 from lockstep.generation.scheduler import Scheduler
 from lockstep.generation.stream import NativeStream
-from lockstep.workers.rollout.base import Completion, DecodeText, Request
+from lockstep.workers.rollout.request import Completion, DecodeText, Request
 
 
 def fake_engine(decode_text: DecodeText | None = None, context: int | None = None) -> Any:

@@ -10,8 +10,7 @@ from torch import Tensor
 from lockstep.generation.gpu.draw import chunk_size, draw, num_chunks
 from lockstep.generation.gpu.filters import Filter, keep, note_tokens
 from lockstep.generation.gpu.rows import FLOATS, RUNNING, RowState
-from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 
 FILTERS: list[dict[str, float]] = [
     {"top_k": 5},

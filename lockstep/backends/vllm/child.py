@@ -13,9 +13,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import WeightSyncError
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.rollout.base import Stopping
-from lockstep.workers.rollout.counted import request_key
-from lockstep.workers.rollout.request import Request, TopLogProbs
+from lockstep.workers.rollout.request import Request, Stopping, TopLogProbs
+from lockstep.workers.rollout.sampling import request_key
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received
 
 

@@ -24,7 +24,7 @@ from lockstep.models.flops import head_size
 from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
 from lockstep.utils.hf_config import context_limit
 from lockstep.utils.quiet import quiet_transformers
-from lockstep.workers.rollout.kinds import ProcessRollout
+from lockstep.workers.rollout.base import ProcessRollout
 from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, received

@@ -8,7 +8,7 @@ import torch
 from lockstep.backends.process import EngineProcess, Exchange
 from lockstep.backends.vllm.child import Piece
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.kinds import ProcessRollout
+from lockstep.workers.rollout.base import ProcessRollout
 from lockstep.workers.rollout.request import Completion, Job, Tokens
 from lockstep.workers.rollout.stream import Stream
 

@@ -19,8 +19,7 @@ from lockstep.generation.scheduler import Pass, Sample, Scheduler
 from lockstep.generation.scores import scored_rows
 from lockstep.observability.spans import running
 from lockstep.utils.memory import available_ram
-from lockstep.workers.rollout.counted import uniforms
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import sample, uniforms
 
 PAGE_SIZE = 16
 """Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""

@@ -12,7 +12,8 @@ from lockstep.data.encoder import PromptEncoder
 from lockstep.errors import ConfigError
 from lockstep.tools.evaluate.question import Question, Sample, digest
 from lockstep.trainer.ppo.validation import VALIDATION_STEPS
-from lockstep.workers.rollout.base import Completion, Request, RolloutEngine
+from lockstep.workers.rollout.base import RolloutEngine
+from lockstep.workers.rollout.request import Completion, Request
 
 
 @dataclass(frozen=True, kw_only=True)

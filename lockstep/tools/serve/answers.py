@@ -16,8 +16,7 @@ from lockstep.tools.serve.text import ResponseText, Vocabulary
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.workers.rollout.request import Completion, TopLogProbs
-    from lockstep.workers.rollout.stream import Tokens
+    from lockstep.workers.rollout.request import Completion, Tokens, TopLogProbs
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.workers.rollout.stream import Tokens
+from lockstep.workers.rollout.request import Tokens
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.request import Completion, Request

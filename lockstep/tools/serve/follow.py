@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config.engine import ModelConfig
 from lockstep.tools.load_model import LoadedModel, ModelSource, find_model, load_module
-from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.rollout.base import ModuleRollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -63,7 +63,7 @@ class TrainEngine(SavedEngine):
     module: torch.nn.Module
     """The model as the backend wraps it."""
     decoder: PreTrainedModel | None = None
-    """A plain module of the same model for generation, where one was asked for; weight_sync.shared fills in its parameters."""
+    """A plain module of the same model for generation, where one was asked for; SharedWeights fills in its parameters."""
     tokens_at_once: int | None = None
     """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
     hands_out_hidden: bool = True

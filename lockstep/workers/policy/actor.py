@@ -9,7 +9,7 @@ from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.models.packing import Budget
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, WeightSender
-from lockstep.workers.weight_sync.sent import make_sender
+from lockstep.workers.weight_sync.source import make_sender
 
 
 class ActorPart:

@@ -20,11 +20,10 @@ from lockstep.config.weight_sync import choose_weight_sync
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.policy.actor import ActorPart
-from lockstep.workers.rollout.base import DecodeText, RolloutEngine
-from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.rollout.base import ModuleRollout, RolloutEngine
 from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, process_rollout
-from lockstep.workers.weight_sync.sent import SentWeights, make_sender
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.rollout.request import DecodeText
+from lockstep.workers.weight_sync.source import SentWeights, SharedWeights, make_sender
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Generation engines: `base.py` is the interface, `registry.py` the table, each engine a folder."""
+"""Rollout engines: the interface (`base.py`, `request.py`, `stream.py`), the table (`registry.py`), and transformers' generate (`hf.py`)."""

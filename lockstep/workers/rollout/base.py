@@ -1,77 +1,31 @@
-"""RolloutEngine: token ids in, token ids and log-probs out. Text is seen only where a stop string is looked for."""
+"""RolloutEngine: token ids in, token ids and log-probs out, over a module of this process or in a separate process.
+
+Text is read only to find stop strings.
+"""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.hf_config import context_limit
+from lockstep.utils.hf_config import context_limit, read_model_config
+from lockstep.utils.model_source import model_folder
 from lockstep.utils.printable import say
-from lockstep.workers.rollout.request import MOST_TOP, Completion, DecodeText, Request
-from lockstep.workers.weight_sync.base import Manifest, WeightOffer
+from lockstep.workers.rollout.request import Completion, DecodeText, Job, Request, TopLogProbs, not_finite
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, copy_weights, module_manifest, received
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.stream import Stream
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """When a response ends: after a stop token, after the token that completes a stop string, or at its limit."""
-
-    max_tokens: int
-    token_ids: frozenset[int]
-    strings: tuple[str, ...]
-    decode_text: DecodeText | None
-
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        sampling: SamplingParams,
-        context: int | None,
-        decode_text: DecodeText | None,
-        length: int | None = None,
-    ) -> Stopping:
-        """The request's own limits, and those of `sampling` where it has none; never more tokens than fit into `context` after the `length`
-        (None: those of the prompt) before the response."""
-        token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
-        strings = sampling.stop if request.stop is None else request.stop
-        limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        limit = limit if context is None else min(limit, context - (len(request.prompt_ids) if length is None else length))
-        return cls(limit, frozenset(token_ids), strings, decode_text)
-
-    def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
-        """The length at which a response ends, and why ("stop" or "length"); None if it goes on.
-
-        Only its tokens from `start` to `stop` (None: the last) are looked at: it is known that none before `start` ends it. What `tokens`
-        has after the end does not matter."""
-        stop = len(tokens) if stop is None else stop
-        if not self.token_ids and not self.strings:
-            return (self.max_tokens, "length") if stop >= self.max_tokens else None
-        if not self.strings and self.token_ids.isdisjoint(tokens[start:stop]):  # as nearly always
-            return (max(start + 1, self.max_tokens), "length") if start < stop >= self.max_tokens else None
-        for length in range(start + 1, stop + 1):
-            if tokens[length - 1] in self.token_ids or (self.strings and self._completes_a_string(tokens, length)):
-                return length, "stop"
-            if length >= self.max_tokens:
-                return length, "length"
-        return None
-
-    def _completes_a_string(self, tokens: Sequence[int], length: int) -> bool:
-        assert self.decode_text is not None
-        # A character has at most 4 bytes, and a token at least one of them or is special: earlier tokens cannot matter.
-        window = 4 * max(map(len, self.strings)) + 8
-        text = self.decode_text(list(tokens[max(0, length - window) : length]))
-        return any(string in text for string in self.strings)
 
 
 class RolloutEngine(ABC):
@@ -166,43 +120,6 @@ class RolloutEngine(ABC):
         return
 
 
-def fault_of(
-    request: Request, params: SamplingParams, length: int, vocabulary: int, context: int | None, decodes: bool
-) -> str | None:
-    """Why a model of this vocabulary and context length cannot serve the request, which has `length` tokens with what it continues; None
-    if it can. `decodes`: whether there is a tokenizer for stop strings."""
-    ids, limit, strings = request.prompt_ids, request.max_tokens, params.stop if request.stop is None else request.stop
-    if not len(ids):
-        return "the prompt is empty; it needs one token or more"
-    if limit is not None and limit < 1:
-        return f"max_tokens={limit}; it must be at least 1"
-    if "" in strings:
-        return "one of its stop strings is empty"
-    if strings and not decodes:
-        return "stop strings need the tokenizer: make the rollout engine with decode_text"
-    if not 0 <= request.top_log_probs <= MOST_TOP:
-        return f"top_log_probs={request.top_log_probs}; it must be between 0 and {MOST_TOP}"
-    array = ids.numpy()  # a few times faster than the tensor where it is short
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        return f"the prompt has token {wrong}, the model knows 0 to {vocabulary - 1}: the tokenizer does not fit the model"
-    if context is not None and length >= context:
-        return f"the prompt has {length} tokens, the model's context holds {context}, one of them for the response"
-    return None
-
-
-def failed(index: int, request: Request, reason: str, version: int) -> Completion:
-    """The completion of a request that has no response."""
-    error = f"request {request.key} (step, prompt, sample): {reason}"
-    return Completion(index, torch.empty(0, dtype=torch.int64), torch.empty(0), "error", version, error)
-
-
-def not_finite(index: int, request: Request, token: int, version: int) -> Completion:
-    """The completion of a request whose logits are not finite at a token."""
-    return failed(index, request, f"the model's logits are not finite at token {token} of the response", version)
-
-
 # -- rows of a batch -----------------------------------------------------------------------------------------------------------
 
 
@@ -232,3 +149,68 @@ def response_columns(completions: Sequence[Completion]) -> DataProto:
     if any(c.experts is not None for c in completions):
         columns["experts"] = Ragged.from_rows([() if c.experts is None else c.experts for c in completions], dtype=torch.int16)
     return DataProto.from_dict(columns, {"finish_reason": [c.finish_reason for c in completions]})
+
+
+class ModuleRollout(RolloutEngine):
+    """An engine over `module`, a plain Hugging Face causal language model in this process."""
+
+    attention: str
+    """The attention function the module must be built with."""
+    own_weights: bool = True
+    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
+
+    def __init__(
+        self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
+    ) -> None:
+        super().__init__(module.config, config, pad_token_id, decode_text)
+        self.module = module
+
+    @torch.no_grad()
+    def _load(self, offer: WeightOffer, device: torch.device, receiver: int) -> Manifest:
+        weights = received(offer, device, receiver)
+        copy_weights(self.module, weights)
+        manifest = module_manifest(self.module, weights.manifest)
+        check_equal(weights.manifest, manifest)
+        return manifest
+
+
+class ProcessRollout(RolloutEngine):
+    """An engine that generates in a process of its own, with weights of its own.
+
+    It starts with those of the model's folder and computes in `dtype`. Raises what `_start` raises, WorkerDied and WorkerTimeout
+    (`config.start_timeout_s`, `config.silence_timeout_s`).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        pad_token_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode_text: DecodeText | None = None,
+    ) -> None:
+        hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
+        super().__init__(hf_config, config, pad_token_id, decode_text)
+        self.folder = os.path.abspath(model_folder(str(model.path)))
+        self._start(model, device, str(dtype).removeprefix("torch."))
+
+    @abstractmethod
+    def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
+        """Start the process with the model of `self.folder`."""
+
+    def completed(
+        self, job: Job, ids: Sequence[int], log_probs: Sequence[float], reason: str, tops: TopLogProbs | None = None
+    ) -> Completion:
+        """What the process answered to a job; the log-probs say whether the logits were finite."""
+        values = torch.tensor(log_probs, dtype=torch.float32)
+        bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
+        if bad:
+            return not_finite(job.index, job.request, bad[0], self.version)
+        if not self.gives_log_probs(job.params):
+            values, tops = torch.full_like(values, torch.nan), None
+        return Completion(job.index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version, None, tops)
+
+    def gives_log_probs(self, params: SamplingParams) -> bool:
+        """See RolloutConfig.gives_log_probs."""
+        return self.config.gives_log_probs(params.temperature, params.truncates, params.penalises)

@@ -10,8 +10,7 @@ from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
 from lockstep.generation import check_small_cache
 from lockstep.utils.printable import say
-from lockstep.workers.rollout.base import RolloutEngine
-from lockstep.workers.rollout.kinds import ModuleRollout, ProcessRollout
+from lockstep.workers.rollout.base import ModuleRollout, ProcessRollout, RolloutEngine
 from lockstep.workers.rollout.request import DecodeText
 
 _INSTALL = {
@@ -22,7 +21,7 @@ _INSTALL = {
 
 _CLASSES = {
     "native": ("lockstep.generation.engine", "NativeRollout"),
-    "hf": ("lockstep.workers.rollout.hf.engine", "HFRollout"),
+    "hf": ("lockstep.workers.rollout.hf", "HFRollout"),
     "vllm": ("lockstep.backends.vllm.engine", "VLLMRollout"),
     "sglang": ("lockstep.backends.sglang.engine", "SGLangRollout"),
 }

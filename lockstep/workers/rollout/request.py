@@ -1,17 +1,14 @@
-"""What is asked of an engine and what it answers: records, no code."""
+"""A request to a rollout engine, when its response ends, and the answers: a completion, a piece of one, or an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lockstep.config.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from lockstep.workers.rollout.base import Stopping
 
 DecodeText = Callable[[list[int]], str]
 """Token ids -> text, special tokens included."""
@@ -115,3 +112,91 @@ class Turn:
     """[prompt and response] int64"""
     position: int
     """How many of them come after the first prompt."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a response ends: after a stop token, after the token that completes a stop string, or at its limit."""
+
+    max_tokens: int
+    token_ids: frozenset[int]
+    strings: tuple[str, ...]
+    decode_text: DecodeText | None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        sampling: SamplingParams,
+        context: int | None,
+        decode_text: DecodeText | None,
+        length: int | None = None,
+    ) -> Stopping:
+        """The request's own limits, and those of `sampling` where it has none; never more tokens than fit into `context` after the `length`
+        (None: those of the prompt) before the response."""
+        token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        strings = sampling.stop if request.stop is None else request.stop
+        limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+        limit = limit if context is None else min(limit, context - (len(request.prompt_ids) if length is None else length))
+        return cls(limit, frozenset(token_ids), strings, decode_text)
+
+    def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
+        """The length at which a response ends, and why ("stop" or "length"); None if it goes on.
+
+        Only its tokens from `start` to `stop` (None: the last) are looked at: it is known that none before `start` ends it. What `tokens`
+        has after the end does not matter."""
+        stop = len(tokens) if stop is None else stop
+        if not self.token_ids and not self.strings:
+            return (self.max_tokens, "length") if stop >= self.max_tokens else None
+        if not self.strings and self.token_ids.isdisjoint(tokens[start:stop]):  # as nearly always
+            return (max(start + 1, self.max_tokens), "length") if start < stop >= self.max_tokens else None
+        for length in range(start + 1, stop + 1):
+            if tokens[length - 1] in self.token_ids or (self.strings and self._completes_a_string(tokens, length)):
+                return length, "stop"
+            if length >= self.max_tokens:
+                return length, "length"
+        return None
+
+    def _completes_a_string(self, tokens: Sequence[int], length: int) -> bool:
+        assert self.decode_text is not None
+        # A character has at most 4 bytes, and a token at least one of them or is special: earlier tokens cannot matter.
+        window = 4 * max(map(len, self.strings)) + 8
+        text = self.decode_text(list(tokens[max(0, length - window) : length]))
+        return any(string in text for string in self.strings)
+
+
+def fault_of(
+    request: Request, params: SamplingParams, length: int, vocabulary: int, context: int | None, decodes: bool
+) -> str | None:
+    """Why a model of this vocabulary and context length cannot serve the request, which has `length` tokens with what it continues; None
+    if it can. `decodes`: whether there is a tokenizer for stop strings."""
+    ids, limit, strings = request.prompt_ids, request.max_tokens, params.stop if request.stop is None else request.stop
+    if not len(ids):
+        return "the prompt is empty; it needs one token or more"
+    if limit is not None and limit < 1:
+        return f"max_tokens={limit}; it must be at least 1"
+    if "" in strings:
+        return "one of its stop strings is empty"
+    if strings and not decodes:
+        return "stop strings need the tokenizer: make the rollout engine with decode_text"
+    if not 0 <= request.top_log_probs <= MOST_TOP:
+        return f"top_log_probs={request.top_log_probs}; it must be between 0 and {MOST_TOP}"
+    array = ids.numpy()  # a few times faster than the tensor where it is short
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        return f"the prompt has token {wrong}, the model knows 0 to {vocabulary - 1}: the tokenizer does not fit the model"
+    if context is not None and length >= context:
+        return f"the prompt has {length} tokens, the model's context holds {context}, one of them for the response"
+    return None
+
+
+def failed(index: int, request: Request, reason: str, version: int) -> Completion:
+    """The completion of a request that has no response."""
+    error = f"request {request.key} (step, prompt, sample): {reason}"
+    return Completion(index, torch.empty(0, dtype=torch.int64), torch.empty(0), "error", version, error)
+
+
+def not_finite(index: int, request: Request, token: int, version: int) -> Completion:
+    """The completion of a request whose logits are not finite at a token."""
+    return failed(index, request, f"the model's logits are not finite at token {token} of the response", version)

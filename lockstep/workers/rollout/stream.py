@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.base import Stopping, failed, fault_of
-from lockstep.workers.rollout.request import Completion, Job, Request, Tokens, Turn
+from lockstep.workers.rollout.request import Completion, Job, Request, Stopping, Tokens, Turn, failed, fault_of
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import RolloutEngine

@@ -44,7 +44,7 @@ from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto
 from lockstep.workers.losses import make_policy_loss
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 pytest.importorskip("megatron.core")
 import lockstep.backends.megatron.engine  # noqa: F401  (forked ranks have it then)

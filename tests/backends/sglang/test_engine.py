@@ -23,7 +23,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import WeightSyncError, WorkerDied, WorkerTimeout
 from lockstep.workers.rollout import registry
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 from lockstep.workers.weight_sync.disk import DiskSender
 from lockstep.workers.weight_sync.ipc import IPCSender
 

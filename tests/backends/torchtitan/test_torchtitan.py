@@ -39,7 +39,7 @@ from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 pytest.importorskip("torchtitan")
 prepare_import(torch.device("cpu"))

@@ -6,7 +6,7 @@ from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, dr
 from lockstep.generation.cpu.paged import attend, store
 from lockstep.models.cached_attention import Variant
 from lockstep.models.masked_attention import masked_attention
-from lockstep.workers.rollout import counted
+from lockstep.workers.rollout import sampling
 from lockstep.workers.rollout.sampling import sample
 
 KV_HEADS = 2
@@ -85,11 +85,11 @@ def test_norm_and_rotation_are_those_of_the_formulas_in_float64(compiled: Librar
         torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_the_random_numbers_are_those_of_counted(compiled: Library) -> None:
-    keys = counted.request_keys(3, [(step, 7, sample) for step in range(20) for sample in range(50)])
+def test_the_random_numbers_are_those_of_the_sampler(compiled: Library) -> None:
+    keys = sampling.request_keys(3, [(step, 7, sample) for step in range(20) for sample in range(50)])
     positions = torch.arange(1000) * 37
     assert (keys < 0).any()
-    assert torch.equal(uniforms(compiled, keys, positions), counted.uniforms(keys, positions))
+    assert torch.equal(uniforms(compiled, keys, positions), sampling.uniforms(keys, positions))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

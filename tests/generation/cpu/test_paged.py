@@ -9,7 +9,7 @@ from helpers.tiny import save_tiny_model
 from lockstep.generation.cpu import fused, paged
 from lockstep.generation.cpu.compiled import library
 from lockstep.generation.cpu.kernels import Library, Pages
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])

@@ -18,8 +18,7 @@ from lockstep.generation.gpu.attention import paged_attention
 from lockstep.generation.gpu.block_attention import block_attention
 from lockstep.generation.gpu.draw import draw, num_chunks
 from lockstep.generation.gpu.rows import RUNNING, RowState
-from lockstep.workers.rollout.counted import request_keys, uniforms
-from lockstep.workers.rollout.sampling import sample
+from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 
 
 @pytest.mark.parametrize("splits", [1, 2])

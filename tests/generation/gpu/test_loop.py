@@ -15,8 +15,8 @@ from helpers.rollouts import sampling
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.pages import PagePool
 from lockstep.generation.scheduler import Sample, Scheduler
-from lockstep.workers.rollout.base import Completion, DecodeText, Request
-from lockstep.workers.rollout.counted import request_keys
+from lockstep.workers.rollout.request import Completion, DecodeText, Request
+from lockstep.workers.rollout.sampling import request_keys
 
 MakeGPU = Callable[..., Any]
 

@@ -144,7 +144,7 @@ class Engine:
     gives = True
 
     def generate(self, requests, sampling):
-        from lockstep.workers.rollout.base import Completion
+        from lockstep.workers.rollout.request import Completion
 
         empty = torch.empty(0)
         return [

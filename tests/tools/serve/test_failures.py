@@ -18,9 +18,7 @@ from helpers.serving import HANG_S, byte_tokenizer, serving
 from lockstep.tools.load_model import LoadedModel, ModelSource
 from lockstep.tools.serve.desk import Desk, EngineBroken, ShuttingDown
 from lockstep.tools.serve.prompts import PromptReader
-from lockstep.workers.rollout.base import failed
-from lockstep.workers.rollout.request import Completion
-from lockstep.workers.rollout.stream import Tokens
+from lockstep.workers.rollout.request import Completion, Tokens, failed
 
 
 class Script:

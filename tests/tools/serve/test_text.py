@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.tools.serve.text import ResponseText, Vocabulary
-from lockstep.workers.rollout.base import Stopping
+from lockstep.workers.rollout.request import Stopping
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ from helpers.rollouts import sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.workers.rollout.base import Request, Stopping
+from lockstep.workers.rollout.request import Request, Stopping
 
 
 def bytes_of(ids: list[int]) -> str:

@@ -13,8 +13,8 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 
 from lockstep.errors import ConfigError, WeightSyncError
-from lockstep.workers.rollout.base import Completion, Request
-from lockstep.workers.rollout.stream import Stream, Tokens
+from lockstep.workers.rollout.request import Completion, Request, Tokens
+from lockstep.workers.rollout.stream import Stream
 
 PARAMS = sampling(max_tokens=12, stop_token_ids=())
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.errors import WeightSyncError
-from lockstep.workers.rollout.kinds import ModuleRollout
+from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.weight_sync.base import WeightSender, describe, received
 from lockstep.workers.weight_sync.broadcast import BroadcastSender
 from lockstep.workers.weight_sync.disk import WEIGHTS, DiskSender
 from lockstep.workers.weight_sync.ipc import CudaOffer, IPCSender
-from lockstep.workers.weight_sync.sent import SentWeights, make_sender
+from lockstep.workers.weight_sync.source import SentWeights, make_sender
 
 CPU = torch.device("cpu")
 METHODS = ("ipc", "broadcast", "disk")

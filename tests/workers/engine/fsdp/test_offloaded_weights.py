@@ -16,7 +16,7 @@ from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.fsdp import sharding
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 

@@ -1,11 +1,13 @@
-"""Shared: the decoder's parameters are the trainer's own tensors. Nothing is copied on one rank in one precision.
+"""The weights of a rollout in the actor's own worker: shared with the trainer, or sent to the engine's process.
 
-Where they cannot be the same tensors (shards on several ranks, a lower precision for generation) whole tensors
-are made for the time of one generation and dropped after it. On one GPU such a copy stays: captured graphs hold its addresses. For each
-generation what learns is written anew.
+Shared: the decoder's parameters are the trainer's own tensors. On one rank in one precision nothing is copied. If they cannot be the same
+tensors (shards on several ranks, a lower precision for generation), whole tensors are made for one generation and dropped after it. On one
+GPU such a copy stays, because captured graphs hold its addresses; before each generation the trained weights are written into it again.
+
+Sent: an engine in a separate process gets the trainer's weights before the first generation after each change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.workers.weight_sync.module import parameter_slots
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.workers.weight_sync.base import Manifest, WeightOffer, Weights, WeightSender, check_equal, parameter_slots
 
 
 class Exporter(Protocol):
@@ -94,3 +97,64 @@ class SharedWeights:
             parameter = module._parameters[attribute]
             assert parameter is not None
             self._assign(name, torch.empty_like(parameter, device="meta"))
+
+
+def make_sender(
+    method: str, config: RolloutConfig, version: int, num_receivers: int, device: torch.device, same_device: bool = False
+) -> WeightSender:
+    """A sender for one sync from this process, which has the weights on `device`, to other processes. `same_device`: they use it too."""
+    if method == "ipc":
+        from lockstep.workers.weight_sync.ipc import IPCSender
+
+        return IPCSender(version, cuda=same_device and device.type == "cuda")
+    if method == "broadcast":
+        from lockstep.workers.weight_sync.broadcast import BroadcastSender
+
+        return BroadcastSender(version, num_receivers, device, config.weight_sync_timeout_s)
+    assert method == "disk", method
+    from lockstep.workers.weight_sync.disk import DiskSender
+
+    return DiskSender(version, config.weight_sync_dir)
+
+
+class Receiver(Protocol):
+    """What is needed of a RolloutEngine."""
+
+    version: int
+
+    def receive(self, offer: WeightOffer, device: torch.device) -> Manifest:
+        """Load an offer; what was received."""
+
+
+class SentWeights:
+    """Keeps an engine up to date with `export`, the present weights. `make_sender` takes their version, which is the engine's."""
+
+    def __init__(
+        self,
+        engine: Receiver,
+        export: Callable[[], Weights],
+        make_sender: Callable[[int], WeightSender],
+        device: torch.device,
+    ) -> None:
+        self._engine, self._export, self._make_sender, self._device = engine, export, make_sender, device
+        self._sent_version: int | None = None
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int]:
+        """Inside, the engine has the trainer's present weights; gives the number of bytes that were sent for it. Raises WeightSyncError."""
+        yield self._send() if self._sent_version != self._engine.version else 0
+
+    def _send(self) -> int:
+        size, version = 0, self._engine.version
+
+        def counted() -> Weights:
+            nonlocal size
+            for name, tensor in self._export():
+                size += tensor.nbytes
+                yield name, tensor
+
+        with self._make_sender(version) as sender:
+            sent = sender.send(counted())
+            check_equal(sent, self._engine.receive(sender.offer(), self._device))
+        self._sent_version = version
+        return size

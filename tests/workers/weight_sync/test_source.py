@@ -14,7 +14,7 @@ from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
 from lockstep.workers.weight_sync.base import check_equal, describe
-from lockstep.workers.weight_sync.shared import SharedWeights
+from lockstep.workers.weight_sync.source import SharedWeights
 
 STRATEGIES = ("fsdp", "fsdp2")
 FP32_BYTES = 4

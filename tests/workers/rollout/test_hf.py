@@ -7,7 +7,7 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 from transformers import GenerationConfig
 
-from lockstep.workers.rollout.base import Request
+from lockstep.workers.rollout.request import Request
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])

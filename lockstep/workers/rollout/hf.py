@@ -8,11 +8,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.protocol import Ragged
-from lockstep.workers.rollout.base import Stopping, not_finite
-from lockstep.workers.rollout.counted import request_key
-from lockstep.workers.rollout.kinds import ModuleRollout
-from lockstep.workers.rollout.request import Completion, Job, Tokens, TopLogProbs
-from lockstep.workers.rollout.sampling import lower
+from lockstep.workers.rollout.base import ModuleRollout
+from lockstep.workers.rollout.request import Completion, Job, Stopping, Tokens, TopLogProbs, not_finite
+from lockstep.workers.rollout.sampling import lower, request_key
 from lockstep.workers.rollout.stream import Stream
 
 

@@ -1,1 +1,0 @@
-"""transformers.generate: the slow reference."""
