@@ -13,6 +13,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "examples" / "algorithms"
 ACCURACY = "val-core/lockstep/reverse/reward/mean@1"
 BAR = 0.9
@@ -32,9 +34,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     parser.add_argument("--runs", type=Path, default=Path("checkpoints/curves"), help="where the runs' folders are")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs/algorithms/curves.svg", help="where the picture is written")
+    parser.add_argument("--keys", nargs="*", default=[], help="more keys for every run, as key=value")
     arguments = parser.parse_args()
-    curves = {name: read_curve(run(name, arguments.runs / name)) for name in arguments.names}
-    (ROOT / "docs/algorithms/curves.svg").write_text(draw(curves))
+    curves = {name: read_curve(run(name, arguments.runs / name, arguments.keys)) for name in arguments.names}
+    arguments.picture.write_text(draw(curves))
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": f"{platform.processor() or platform.machine()}, CPU",
@@ -43,18 +47,18 @@ def main() -> None:
         "command": "python benchmarks/curves.py",
         "accuracy": {name: curve["accuracy"] for name, curve in curves.items()},
     }
-    (ROOT / "benchmarks/results/curves.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "curves.json").write_text(json.dumps(result, indent=1) + "\n")
     for name, curve in curves.items():
         (_, first), (_, last) = curve["accuracy"][0], curve["accuracy"][-1]
         print(f"{name:22} {first:.3f} -> {last:.3f}  {'reaches' if last >= BAR else 'MISSES'} {BAR}")
 
 
-def run(name: str, folder: Path) -> Path:
+def run(name: str, folder: Path, keys: Sequence[str] = ()) -> Path:
     """The metrics file of a finished run."""
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or ACCURACY not in metrics.read_text().splitlines()[-1]:
         command = [sys.executable, "-m", "lockstep.cli", "ppo", "--config", str(CONFIGS / f"{name}.yaml")]
-        subprocess.run([*command, "trainer.test_freq=10", f"trainer.default_local_dir={folder}"], check=True)
+        subprocess.run([*command, "trainer.test_freq=10", f"trainer.default_local_dir={folder}", *keys], check=True)
     return metrics
 
 

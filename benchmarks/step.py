@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.memory_gb is not None:
         torch.cuda.set_per_process_memory_fraction(options.memory_gb * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     with tempfile.TemporaryDirectory() as folder:
-        _save_model(options, Path(folder))
+        _save_model(options, Path(folder), options.drawn)
         for algorithm in options.algorithm:
             results[algorithm] = _measure(algorithm, options, folder)
             print(_table(algorithm, results[algorithm]), flush=True)
@@ -113,10 +113,11 @@ def draw_on_device(options: argparse.Namespace) -> None:
     EngineSpec.load_whole = load_whole  # type: ignore[method-assign]
 
 
-def _save_model(options: argparse.Namespace, folder: Path) -> None:
+def _save_model(options: argparse.Namespace, folder: Path, drawn: bool = False) -> None:
+    """Random weights as a Hugging Face folder; only the config if the weights are `drawn` on the device."""
     torch.manual_seed(SEED)
     config = model_config(options.shape, max_position_embeddings=options.prompt + options.response)
-    if options.drawn:
+    if drawn:
         config.save_pretrained(folder)
         return
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        _save_model(argparse.Namespace(**vars(options) | {"response": max(options.response)}), Path(folder))
+        longest = argparse.Namespace(**vars(options) | {"response": max(options.response)})
+        _save_model(longest, Path(folder), options.drawn)
         for recipe in options.recipes:
             # A process of its own: what the one before left on the device would be counted as taken.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
