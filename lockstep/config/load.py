@@ -131,10 +131,17 @@ def _compose(root: type, layers: Sequence[Layer]) -> Any:
                 continue
             for key, value in layer.values:
                 # Added by force: the schema cannot know the keys of its free-form dicts; every other key was checked above.
-                OmegaConf.update(composed, key, value, merge=True, force_add=True)
+                _update(composed, key, value)
         if root is PPOConfig and composed.algorithm.adv_estimator != "gae":
             _drop_warmup(composed, layers)
         return composed
+
+
+def _update(node: Any, key: str, value: Any) -> None:
+    """Set the value; a mapping is merged into the one that is there, and an empty one clears a free-form mapping."""
+    is_empty = isinstance(value, Mapping | DictConfig) and not value
+    clears = is_empty and not dataclasses.is_dataclass(OmegaConf.get_type(OmegaConf.select(node, key)))
+    OmegaConf.update(node, key, value, merge=not clears, force_add=True)
 
 
 def _drop_warmup(composed: Any, layers: Sequence[Layer]) -> None:
@@ -170,7 +177,7 @@ def with_changes(config: T, changes: Mapping[str, Any]) -> T:
     with readable_errors():
         for key, value in changes.items():
             check_key(key, root)
-            OmegaConf.update(node, key, value, force_add=True)
+            _update(node, key, value)
         return _with_given(_to_object(node, root), config.data.given)  # type: ignore[attr-defined]
 
 

@@ -398,3 +398,12 @@ def test_home_is_written_out_in_every_key_of_a_path(root, monkeypatch):
         assert functools.reduce(getattr, key.split("."), config) == "/home/me/a b/x", key
     listed = load_recipe(root, [*(f"{name}=x" for name in both & set(valid_keys(root))), "data.train_files=[~/a,b~,~/c]"])
     assert listed.data.train_files == ["/home/me/a", "b~", "/home/me/c"]
+
+
+def test_an_empty_mapping_clears_a_free_form_mapping_and_leaves_a_section_alone(tmp_path):
+    kwargs = "actor_rollout_ref.actor.policy_loss.loss_kwargs"
+    file = write(tmp_path, "actor_rollout_ref: {actor: {policy_loss: {loss_kwargs: {a: 1}}}}")
+    assert load_config([f"{kwargs}.b=2"], file).actor_rollout_ref.actor.policy_loss.loss_kwargs == {"a": 1, "b": 2}
+    assert load_config([f"{kwargs}={{}}"], file).actor_rollout_ref.actor.policy_loss.loss_kwargs == {}
+    assert load_config([f"{kwargs}={{}}", f"{kwargs}.b=2"], file).actor_rollout_ref.actor.policy_loss.loss_kwargs == {"b": 2}
+    assert load_config(["data.train_batch_size=7", "data={}"]).data.train_batch_size == 7

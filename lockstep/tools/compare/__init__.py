@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, DataError, as_command
+from lockstep.observability.waiting import shown_work
 
 _RECORD = (
     "trainer.total_training_steps=1",
@@ -46,24 +47,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(given: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from lockstep.config.load import read_overrides
-    from lockstep.tools.compare.measure import compare
-    from lockstep.tools.compare.named import ALGORITHMS, read_algorithm
-    from lockstep.tools.compare.report import print_comparison
-    from lockstep.tools.compare.svg import draw_comparison
-    from lockstep.trainer.ppo.recording import load_recording
+    with shown_work("comparing"):
+        from lockstep.config.load import read_overrides
+        from lockstep.tools.compare.measure import compare
+        from lockstep.tools.compare.named import ALGORITHMS, read_algorithms
+        from lockstep.tools.compare.report import print_comparison
+        from lockstep.tools.compare.svg import draw_comparison
+        from lockstep.trainer.ppo.recording import load_recording
 
-    algorithms = [read_algorithm(text) for text in given.algorithms or ALGORITHMS]
-    recording = load_recording(given.batch)
-    out = given.out or recording.folder
-    comparison = compare(
-        recording,
-        algorithms,
-        changes=read_overrides(overrides),
-        model=given.model,
-        drift=given.drift,
-        num_tokens=given.tokens,
-    )
+        algorithms = read_algorithms(given.algorithms or list(ALGORITHMS))
+        changes = read_overrides(overrides)
+        recording = load_recording(given.batch)
+        out = given.out or recording.folder
+        comparison = compare(
+            recording,
+            algorithms,
+            changes=changes,
+            model=given.model,
+            drift=given.drift,
+            num_tokens=given.tokens,
+        )
     print_comparison(comparison, sys.stdout)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="lockstep compare",
         description="One recorded batch, several algorithms: gradient norms, cosines, clip fractions, and the tokens each pushes most.",
         epilog="key=value changes the configuration of every algorithm (with --record: of the run). An algorithm is a name (ppo, grpo, "
-        "dapo, ...), an advantage estimator, LOSS+ESTIMATOR, file.py:function, or file.yaml with keys of the configuration. The batch "
+        "dapo, ...), an advantage estimator, LOSS+ESTIMATOR, file.py:function, or file.yaml with keys of the configuration; "
+        "loss_kwargs={name: number} behind it are the arguments of its loss. The batch "
         "is unpickled: read only folders you trust.",
     )
     parser.add_argument("batch", type=Path, nargs="?", help="the folder of a recorded batch")

@@ -26,11 +26,12 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric, values
+from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
 from lockstep.single_controller.base.worker import WorkerEnvironment
 from lockstep.tools.compare import arithmetic, tokens
-from lockstep.tools.compare.named import Algorithm
+from lockstep.tools.compare.named import Algorithm, own_changes
 from lockstep.tools.compare.report import AlgorithmResult, Comparison
 from lockstep.trainer.ppo import checks, stages
 from lockstep.trainer.ppo.metrics import row_sums
@@ -100,25 +101,31 @@ def compare(
     batch, shared = recording.batch, with_changes(recording.config, neutral | everywhere)
     policy = model or recording.model
     _check_tokens(batch, shared, policy)
-    measured: list[tuple[Algorithm, Measured]] = []
+    configs: list[tuple[Algorithm, PPOConfig]] = []
     not_comparable: list[tuple[str, str]] = []
+    for algorithm in algorithms:
+        try:
+            configs.append((algorithm, _configure(shared, own_changes(algorithm, recording.config) | everywhere, batch)))
+        except LockstepError as error:
+            not_comparable.append((algorithm.name, str(error)))
+    _check_number(len(configs), len(algorithms), not_comparable)  # before minutes of computing
+    measured: list[tuple[Algorithm, Measured]] = []
     drifted: str | None = None
-    with loaded_policy(shared, policy, drift or 0.0) as engine:
-        for algorithm in algorithms if drift is not None else ():
-            with suppress(LockstepError):
-                measure(engine, batch, _configure(shared, algorithm.changes | everywhere, batch))
+    with progress("comparing"), loaded_policy(shared, policy, drift or 0.0) as engine:
+        for algorithm, config in configs if drift is not None else ():
+            with suppress(LockstepError), progress(f"computing the drift with {algorithm.name}"):
+                measure(engine, batch, config)
                 drifted = algorithm.name
                 break
         if drifted is not None:
             engine.optim_step()
-        for algorithm in algorithms:
+        for number, (algorithm, config) in enumerate(configs, start=1):
             try:
-                measured.append((algorithm, measure(engine, batch, _configure(shared, algorithm.changes | everywhere, batch))))
+                with progress(f"computing {algorithm.name} ({number} of {len(configs)})"):
+                    measured.append((algorithm, measure(engine, batch, config)))
             except LockstepError as error:
                 not_comparable.append((algorithm.name, str(error)))
-    if len(measured) < 2:
-        listed = "".join(f"\n  {name}: {reason}" for name, reason in not_comparable)
-        raise ConfigError(f"{len(measured)} of {len(algorithms)} algorithms could be computed, and a comparison needs two{listed}")
+    _check_number(len(measured), len(algorithms), not_comparable)
     tokenizer = hf_tokenizer(str(recording.model), shared.actor_rollout_ref.model.trust_remote_code)
     dots = arithmetic.dots([m.gradient for _, m in measured])
     largest = max(m.metrics["actor/log_ratio_max"] for _, m in measured)
@@ -131,6 +138,12 @@ def compare(
         excerpts=tokens.excerpts(batch, [m.pushes for _, m in measured], tokenizer, num_excerpts),
         not_comparable=not_comparable,
     )
+
+
+def _check_number(left: int, asked: int, not_comparable: Sequence[tuple[str, str]]) -> None:
+    if left < 2:
+        listed = "".join(f"\n  {name}: {reason}" for name, reason in not_comparable)
+        raise ConfigError(f"{left} of {asked} algorithms can be computed, and a comparison needs two{listed}")
 
 
 def _source(recording: Recording, policy: Path) -> dict[str, Any]:

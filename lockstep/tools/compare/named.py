@@ -7,8 +7,11 @@ gspo+rloo                 the loss (with clip range and aggregation where the na
 mine.py:function          a loss of your own (it reads log_prob), or an estimator of your own; either side of a + too
 mine.yaml                 any keys of the configuration
 ```
+
+`loss_kwargs={sharpness: 3.0}` behind a name are the arguments of that algorithm's loss.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,15 @@ from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.policy_losses import POLICY_LOSSES, loss_inputs
 from lockstep.algorithms.registry import unknown_name
 from lockstep.config.check import absolute_reference
-from lockstep.config.load import read_keys
+from lockstep.config.load import read_keys, read_overrides
+from lockstep.config.ppo import PPOConfig
+from lockstep.errors import ConfigError
 from lockstep.utils.files import load_reference
 
 _ACTOR = "actor_rollout_ref.actor"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
+LOSS_KWARGS = f"{_ACTOR}.policy_loss.loss_kwargs"
+_SHORT_KWARGS = "loss_kwargs="
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,37 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gdpo": _make("gdpo", "vanilla", "token-mean"),
 }
 """Name -> the keys that make the algorithm; docs/algorithms.md says where each comes from."""
+
+
+def read_algorithms(words: Sequence[str]) -> list[Algorithm]:
+    """Return the algorithms that the words name; `loss_kwargs={...}` belongs to the name before it. Raises as `read_algorithm` does."""
+    found: list[Algorithm] = []
+    for word in words:
+        if not word.startswith(_SHORT_KWARGS):
+            found.append(read_algorithm(word))
+        elif not found:
+            raise ConfigError(f"{word} stands before the first algorithm; put it behind the name of the one whose loss takes it")
+        else:
+            changes = found[-1].changes | read_overrides([f"{LOSS_KWARGS}={word.removeprefix(_SHORT_KWARGS)}"])
+            found[-1] = Algorithm(found[-1].name, changes)
+    return found
+
+
+def own_changes(algorithm: Algorithm, recorded: PPOConfig) -> dict[str, Any]:
+    """Return the keys that make the algorithm on the recorded run: arguments of the recorded loss are not those of another loss."""
+    loss = algorithm.changes.get(_LOSS, recorded.actor_rollout_ref.actor.policy_loss.loss_mode)
+    is_recorded = loss == recorded.actor_rollout_ref.actor.policy_loss.loss_mode
+    given = algorithm.changes.get(LOSS_KWARGS)
+    if given is None and is_recorded:
+        return algorithm.changes
+    below = {key: value for key, value in algorithm.changes.items() if key.startswith(f"{LOSS_KWARGS}.")}
+    others = {key: value for key, value in algorithm.changes.items() if key != LOSS_KWARGS and key not in below}
+    return {
+        **others,
+        LOSS_KWARGS: {},
+        **below,
+        **({f"{LOSS_KWARGS}.{name}": value for name, value in given.items()} if given else {}),
+    }
 
 
 def read_algorithm(text: str) -> Algorithm:

@@ -10,8 +10,9 @@ from helpers.tiny import save_tiny_model
 from lockstep.config.load import with_changes
 from lockstep.errors import ConfigError, DataError
 from lockstep.protocol import DataProto
+from lockstep.tools.compare import measure as measure_module
 from lockstep.tools.compare.measure import compare
-from lockstep.tools.compare.named import Algorithm, read_algorithm
+from lockstep.tools.compare.named import LOSS_KWARGS, Algorithm, own_changes, read_algorithm, read_algorithms
 
 AGG = "actor_rollout_ref.actor.loss_agg_mode"
 CLIP, DUAL, TEMPERATURE, ENTROPY, KL = 0.2, 3.0, 1.3, 0.05, 0.1
@@ -168,9 +169,41 @@ def test_what_the_batch_cannot_give_is_listed_with_what_records_it(recording):
     assert "ref_log_prob" in reasons["with_kl"]
 
 
-def test_one_algorithm_alone_is_no_comparison(recording):
+def test_one_algorithm_alone_is_no_comparison_and_is_refused_before_a_policy_is_loaded(recording, monkeypatch):
+    monkeypatch.setattr(measure_module, "loaded_policy", None)  # calling it is a TypeError
     with pytest.raises(ConfigError, match="needs two\n  ppo: .*values"):
         compare(recording, named("ppo", "grpo"))
+
+
+SCALED = """
+def scaled(*, log_prob, old_log_prob, advantages, response_mask, rows, sharpness):
+    ratio = (log_prob - old_log_prob).where(response_mask > 0, 0).exp()
+    return -advantages.where(response_mask > 0, 0) * ratio * sharpness, {}
+"""
+
+
+def test_arguments_of_a_loss_are_its_own_and_can_be_given_behind_a_name(recording, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SCALED)
+    loss, kwargs = "actor_rollout_ref.actor.policy_loss.loss_mode", LOSS_KWARGS
+    own = dataclasses.replace(
+        recording, config=with_changes(recording.config, {loss: f"{file}:scaled", kwargs: {"sharpness": 1.0}})
+    )
+    words = ["grpo", "gspo", f"{file}:scaled+grpo", f"{file}:scaled+grpo", "loss_kwargs={sharpness: 3.0}"]
+    found = compare(own, read_algorithms(words))
+    assert [result.name for result in found.results] == ["grpo", "gspo", "scaled+grpo", "scaled+grpo"]
+    assert found.not_comparable == []
+    once, thrice = found.results[2:]
+    # the recorded run's entropy bonus and KL loss are not scaled
+    assert thrice.largest_push != pytest.approx(once.largest_push)
+    assert own_changes(read_algorithm("grpo"), own.config)[kwargs] == {}
+    cleared = compare(own, read_algorithms(["grpo", "rloo", f"{file}:scaled+grpo"]), changes={kwargs: {}})
+    assert [name for name, _ in cleared.not_comparable] == ["scaled+grpo"]
+
+
+def test_arguments_before_any_name_are_an_error():
+    with pytest.raises(ConfigError, match="before the first algorithm"):
+        read_algorithms(["loss_kwargs={a: 1}", "grpo"])
 
 
 def test_rejection_is_seen_as_masked_tokens(recording):
