@@ -43,7 +43,7 @@ NO_CODE = {
 # New files that took parts of files of SPLIT. In doubt a file is here: that can only make the count larger.
 MOVED = {
     "algorithms/blocks.py": ["compat/verl.py"],
-    "algorithms/advantages/group_others.py": ["algorithms/advantages/group.py"],
+    "algorithms/advantages/group.py": ["algorithms/advantages/group.py"],
     "algorithms/policy_losses/clipped.py": ["algorithms/policy_losses/per_token.py"],
     "checkpoint/saver.py": ["checkpoint/folders.py"],
     "compat/core_algos.py": ["compat/verl.py"],

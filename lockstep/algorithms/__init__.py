@@ -3,7 +3,7 @@
 Nothing here knows a model, a rank, a batch object or a config.
 
 ```text
-masked         sums, means and whitening that never read a masked entry
+masking        sums, means and whitening that never read a masked entry
 advantages/    rewards (and values) -> advantages and returns; registry `register_adv_est`
 policy_losses/ log-probs and advantages -> loss per token; registry `register_policy_loss`
 preference_losses/  log-probs of responses -> loss per pair; registry `register_preference_loss`
@@ -11,8 +11,9 @@ mismatch       sampler and trainer differ: importance weights, rejection, measur
 value_losses   the critic's loss per token
 kl             distance to the reference policy per token, and the controllers of its weight
 aggregation    loss per token -> one number, over the counts of the whole mini-batch
-counted        random order from a row's key and a position
-registry       what both registries share
+token_numbers  random order from a row's key and a position
+registry       the tables of losses and estimators by name
+binding        a loss or an estimator with its numbers, also on padded blocks
 rows           how tokens that lie end to end divide into rows
 blocks         padded blocks for users' functions that do not name `rows`
 ```

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_sum
+from lockstep.algorithms.masking import masked_sum
 from lockstep.algorithms.registry import unknown_name
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError

@@ -1,6 +1,6 @@
 """Estimators and policy losses on padded blocks [B, T], for code that has its batches so: B rows of T tokens, some outside the mask.
 
-The trainer has flat columns and needs none of this; `padded_call.py` is the other way round.
+The trainer has flat columns and needs none of this; `binding.py` is the other way round.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages import AdvantageEstimator, bind_estimator
-from lockstep.algorithms.masked import masked_mean
-from lockstep.algorithms.padded_call import PER_ROW
+from lockstep.algorithms.binding import PER_ROW
+from lockstep.algorithms.masking import masked_mean
 from lockstep.algorithms.policy_losses import bind_policy_loss, bind_prepare, clip_cov, get_policy_loss
 from lockstep.algorithms.rows import Rows
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.registry import unknown_name
 from lockstep.errors import ConfigError, NumericalError
 
@@ -40,7 +40,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     ```
 
     There is no mask here. Where masked entries may be NaN or inf and the gradient is wanted, clean both inputs with
-    `masked.zero_outside` before.
+    `masking.zero_outside` before.
 
     Raises ConfigError when the kind is unknown.
     """

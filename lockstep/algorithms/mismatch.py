@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import masked_mean, zero_outside
+from lockstep.algorithms.masking import masked_mean, zero_outside
 from lockstep.algorithms.registry import unknown_name
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError

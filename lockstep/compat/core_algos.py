@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import advantages as estimators
-from lockstep.algorithms import aggregation, blocks, kl, masked, policy_losses
+from lockstep.algorithms import aggregation, blocks, kl, masking, policy_losses
 from lockstep.algorithms.registry import input_names, registering
 from lockstep.algorithms.rows import Rows
 from lockstep.algorithms.value_losses import clipped_value_loss
@@ -30,8 +30,8 @@ Uids = Any
 
 AdaptiveKLController = kl.AdaptiveKLController
 FixedKLController = kl.FixedKLController
-masked_mean = masked.masked_mean
-masked_whiten = masked.masked_whiten
+masked_mean = masking.masked_mean
+masked_whiten = masking.masked_whiten
 
 _ROW_MEAN = "seq-mean-token-mean"
 
@@ -94,7 +94,7 @@ def compute_gdpo_outcome_advantage(
     """Reads the parts that `config.gdpo_reward_keys` names in `non_tensor_batch`; the whole reward if there are no keys."""
     keys = _value(config, "gdpo_reward_keys")
     weights = _value(config, "gdpo_reward_weights")
-    parts = [masked.masked_sum(token_level_rewards, response_mask, dim=-1)]
+    parts = [masking.masked_sum(token_level_rewards, response_mask, dim=-1)]
     if keys:
         columns = non_tensor_batch or {}
         parts = [torch.as_tensor(np.asarray(columns[key], dtype=np.float64)).to(parts[0]) for key in keys]
@@ -302,7 +302,7 @@ def _policy_loss_fn(name: str) -> PolicyLossFn:
     ) -> tuple[Tensor, dict[str, float]]:
         loss, means = blocks.policy_loss(name, _loss_parameters(config), (old_log_prob, log_prob, advantages, response_mask))
         if rollout_is_weights is not None:
-            loss = loss * masked.zero_outside(rollout_is_weights, response_mask)
+            loss = loss * masking.zero_outside(rollout_is_weights, response_mask)
         counts = _value(config, "global_batch_info") or {}
         total = agg_loss(loss, response_mask, only_mode or loss_agg_mode, **counts)
         return total, {f"actor/{key}": mean.item() for key, mean in means.items()}

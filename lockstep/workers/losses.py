@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss
-from lockstep.algorithms.bound import read_loss
+from lockstep.algorithms.binding import read_loss
 from lockstep.algorithms.kl import kl_penalty
-from lockstep.algorithms.masked import masked_sum, zero_outside
+from lockstep.algorithms.masking import masked_sum, zero_outside
 from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.observability.metrics import Mean, Metric

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators
-from lockstep.algorithms.masked import masked_sum, zero_outside
+from lockstep.algorithms.masking import masked_sum, zero_outside
 from lockstep.algorithms.preference_losses import NLL_COEF, bind_preference_loss, get_preference_loss, takes_pairs
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import TokenOutputs, TokenRows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.algorithms.padded_call import on_blocks
+from lockstep.algorithms.binding import on_blocks
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
 from lockstep.algorithms.kl import kl_penalty
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig

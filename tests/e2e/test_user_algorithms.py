@@ -7,7 +7,7 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.single_controller.ray import RayWorkerGroup
 
 FILE = '''
-from lockstep.algorithms.masked import masked_mean, zero_outside
+from lockstep.algorithms.masking import masked_mean, zero_outside
 from lockstep.algorithms.policy_losses import register_policy_loss
 
 

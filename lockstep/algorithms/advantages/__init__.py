@@ -29,12 +29,11 @@ those written for verl, gets every [M] as a block [B, T] instead, with zeros beh
 
 ```text
 gae             from a critic's values: gae
-group           a response against the other responses to its prompt: grpo; group_others: grpo_passk, rloo, opo, gpg
+group           a response against the other responses to its prompt: grpo, grpo_passk, rloo, opo, gpg
 returns         rewards to come, or whitened over the batch: reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, remax
 token_baseline  a baseline for each token: optimal_token_baseline
 distill         how much more likely a token is to a teacher: distill
 recursion       sums along a row, which these share
-scores          the scores of the rows and the statistics of their groups, likewise
 ```
 
 To add one:
@@ -55,12 +54,10 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.distill import distill
 from lockstep.algorithms.advantages.gae import gae
-from lockstep.algorithms.advantages.group import grpo
-from lockstep.algorithms.advantages.group_others import gpg, grpo_passk, opo, rloo
+from lockstep.algorithms.advantages.group import gpg, grpo, grpo_passk, opo, rloo
 from lockstep.algorithms.advantages.returns import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from lockstep.algorithms.advantages.token_baseline import optimal_token_baseline
-from lockstep.algorithms.bound import Bound
-from lockstep.algorithms.padded_call import PaddedCall
+from lockstep.algorithms.binding import Bound, PaddedCall
 from lockstep.algorithms.registry import input_names, registering, unknown_name
 
 AdvantageEstimator = Callable[..., tuple[Tensor, Tensor]]

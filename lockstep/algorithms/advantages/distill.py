@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.rows import Rows
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.recursion import discounted_sums, selected
-from lockstep.algorithms.masked import masked_whiten, zero_outside
+from lockstep.algorithms.masking import masked_whiten, zero_outside
 from lockstep.algorithms.rows import Rows
 
 

@@ -7,16 +7,15 @@ gdpo                          each part of the reward against its group, summed,
 remax                         the rewards to come against the greedy answer's score         (Li et al., arXiv 2310.10505)
 ```
 
-Whitening is over the selected tokens of the batch, as in `masked.masked_whiten`; returns are never whitened.
+Whitening is over the selected tokens of the batch, as in `masking.masked_whiten`; returns are never whitened.
 """
 
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.group import STD_FLOOR
+from lockstep.algorithms.advantages.group import STD_FLOOR, GroupScores, group_scores
 from lockstep.algorithms.advantages.recursion import discounted_sums, selected
-from lockstep.algorithms.advantages.scores import GroupScores, group_scores
-from lockstep.algorithms.masked import masked_whiten, zero_outside
+from lockstep.algorithms.masking import masked_whiten, zero_outside
 from lockstep.algorithms.rows import Rows
 
 

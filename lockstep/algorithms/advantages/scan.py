@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.rows import Rows
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.advantages.group import group_index
 from lockstep.algorithms.advantages.recursion import discounted_sums, selected
 from lockstep.algorithms.advantages.returns import rewards_to_go
-from lockstep.algorithms.advantages.scores import group_index
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.rows import Rows
 
 _WEIGHT_FLOOR = 1e-12

@@ -8,7 +8,7 @@ old_log_prob     [M]     log-prob of each token under the policy before the upda
 log_prob         [M]     the same under the policy that learns; the gradient flows here
 advantages       [M]
 response_mask    [M]     1 where the policy wrote the token. What lies under its zeros may be NaN and must not reach the
-                         gradient, so clean the inputs with `masked.zero_outside` first
+                         gradient, so clean the inputs with `masking.zero_outside` first
 rows             Rows    how the tokens divide into rows: their sums, means and places
 clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg      `actor_rollout_ref.actor.*`
 clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef, dro_beta   `actor_rollout_ref.actor.policy_loss.*`
@@ -33,13 +33,11 @@ A loss or `prepare` that is added and does not name `rows` is written for padded
 [B, T], T the longest row (see `blocks`).
 
 ```text
-clipped       PPO's: vanilla
+clipped       PPO's: vanilla; the log-ratio, the clip and the metrics, which all share
 per_token     each token has a weight of its own: cispo, gpg, sapo, dro
 per_sequence  the tokens of a row share one ratio: gspo, geo_mean
 divergence    a trust region of probabilities: dppo_tv, dppo_kl
 covariance    tokens chosen by their covariance in the mini-batch: clip_cov, kl_cov
-ratio         the log-ratio, the clip and the metrics, which these share
-bound         a loss with its numbers, as it is called with every micro-batch
 ```
 
 To add one:
@@ -58,8 +56,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.bound import Bound
-from lockstep.algorithms.padded_call import PaddedCall
+from lockstep.algorithms.binding import Bound, PaddedCall
 from lockstep.algorithms.policy_losses.clipped import vanilla
 from lockstep.algorithms.policy_losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from lockstep.algorithms.policy_losses.divergence import dppo_kl, dppo_tv

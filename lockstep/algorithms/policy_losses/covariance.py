@@ -14,11 +14,11 @@ log-probs: `choose_clip_cov` and `choose_kl_cov` are the `prepare` of these loss
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.counted import token_numbers
 from lockstep.algorithms.kl import absolute
-from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
+from lockstep.algorithms.masking import zero_outside
+from lockstep.algorithms.policy_losses.clipped import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
 from lockstep.algorithms.rows import Rows
+from lockstep.algorithms.token_numbers import token_numbers
 from lockstep.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ progress, only its gradient means something.
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses.ratio import token_log_ratio, token_metrics
+from lockstep.algorithms.masking import zero_outside
+from lockstep.algorithms.policy_losses.clipped import token_log_ratio, token_metrics
 from lockstep.errors import ConfigError
 
 _FLOOR = 1e-8

@@ -6,8 +6,8 @@ The papers average over rows, which is `loss_agg_mode` seq-mean-token-mean.
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses.ratio import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
+from lockstep.algorithms.masking import zero_outside
+from lockstep.algorithms.policy_losses.clipped import check_clip_range, clipped_surrogate, token_log_ratio, token_metrics
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.masked import zero_outside
-from lockstep.algorithms.policy_losses.ratio import check_clip_range, token_log_ratio, token_metrics
+from lockstep.algorithms.masking import zero_outside
+from lockstep.algorithms.policy_losses.clipped import check_clip_range, token_log_ratio, token_metrics
 from lockstep.errors import ConfigError
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.binding import Bound
 from lockstep.algorithms.preference_losses.paired import hinge, ipo, robust, sigmoid, sigmoid_norm, smoothed
 from lockstep.algorithms.preference_losses.reference_free import cpo, orpo, simpo
 from lockstep.algorithms.preference_losses.unpaired import kto, mismatch_kl

@@ -147,7 +147,7 @@ MODULES: dict[str, dict[str, str]] = {
         "deprecated": "typing_extensions:deprecated",
     },
     "utils.seqlen_balancing": _named(f"{OURS}.functions", "get_seqlen_balanced_partitions log_seqlen_unbalance"),
-    "utils.torch_functional": _named("lockstep.algorithms.masked", "masked_mean masked_sum masked_var masked_whiten"),
+    "utils.torch_functional": _named("lockstep.algorithms.masking", "masked_mean masked_sum masked_var masked_whiten"),
     "utils.model": _named(f"{OURS}.functions", "compute_position_id_with_mask"),
     "utils.checkpoint.checkpoint_manager": {
         "find_latest_ckpt_path": "lockstep.checkpoint.folders:newest",

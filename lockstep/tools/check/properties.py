@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.aggregation import Denominators, agg_loss
-from lockstep.algorithms.bound import Bound
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.binding import Bound
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.policy_losses import REMEDY, bind_prepare, takes_blocks
 from lockstep.algorithms.registry import input_names
 from lockstep.algorithms.rows import Rows
@@ -141,7 +141,7 @@ def is_finite(subject: Subject, case: Case) -> None:
         if not x.isfinite().all():
             raise Violation(f"not finite: {name}")
         if x.dim() and x[~case.mask].any():
-            raise Violation(f"not 0 outside the mask: {name}; clean the inputs with masked.zero_outside")
+            raise Violation(f"not 0 outside the mask: {name}; clean the inputs with masking.zero_outside")
 
 
 def ignores_masked_tokens(subject: Subject, case: Case) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.binding import Bound
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import DataError, NumericalError
 from lockstep.protocol import DataProto, Ragged

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.algorithms import mismatch
 from lockstep.algorithms.advantages import bind_estimator
-from lockstep.algorithms.bound import Bound
+from lockstep.algorithms.binding import Bound
 from lockstep.algorithms.policy_losses import FLAT_WITHOUT_ADVANTAGE, bind_prepare, get_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig

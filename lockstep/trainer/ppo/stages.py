@@ -14,9 +14,9 @@ from torch import Tensor
 from lockstep.algorithms import mismatch
 from lockstep.algorithms.advantages.recursion import turn_discount
 from lockstep.algorithms.aggregation import Denominators
-from lockstep.algorithms.bound import read_estimate
+from lockstep.algorithms.binding import read_estimate
 from lockstep.algorithms.kl import KLController, reward_penalty
-from lockstep.algorithms.masked import masked_mean, zero_outside
+from lockstep.algorithms.masking import masked_mean, zero_outside
 from lockstep.algorithms.rows import Rows
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, NumericalError

@@ -4,7 +4,7 @@ from helpers.blocks import estimate
 
 from lockstep.algorithms import advantages as module
 from lockstep.algorithms.advantages import bind_estimator, get_adv_estimator, required_inputs
-from lockstep.algorithms.masked import masked_whiten
+from lockstep.algorithms.masking import masked_whiten
 from lockstep.algorithms.rows import Rows
 from lockstep.errors import ConfigError
 

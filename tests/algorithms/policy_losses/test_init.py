@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms import policy_losses as module
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.algorithms.policy_losses import (
     FLAT_WITHOUT_ADVANTAGE,
     POLICY_LOSSES,

@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep.algorithms.kl import FixedKLController
-from lockstep.algorithms.masked import masked_mean
+from lockstep.algorithms.masking import masked_mean
 from lockstep.compat.verl import RayPPOTrainer, functions, numbers
 from lockstep.compat.verl.functions import copy_to_local
 from lockstep.compat.verl.loop import VerlTrainer

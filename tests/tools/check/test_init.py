@@ -3,7 +3,7 @@ import pytest
 from lockstep.tools.check import main
 
 LOSSES = """
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 
 
 def good(*, old_log_prob, log_prob, advantages, response_mask, slope=1.0):

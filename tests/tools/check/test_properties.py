@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.algorithms.masked import zero_outside
+from lockstep.algorithms.masking import zero_outside
 from lockstep.tools.check.properties import (
     ADVANTAGE_PROPERTIES,
     ADVANTAGE_WARNINGS,

@@ -1,7 +1,7 @@
 import torch
 
-from lockstep.algorithms.counted import token_numbers
 from lockstep.algorithms.rows import Rows
+from lockstep.algorithms.token_numbers import token_numbers
 
 
 def test_a_number_depends_on_the_key_and_the_position_alone():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten, zero_outside
+from lockstep.algorithms.masking import masked_mean, masked_sum, masked_var, masked_whiten, zero_outside
 
 PROPERTY = settings(max_examples=40, deadline=None)
 
