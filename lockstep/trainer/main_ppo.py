@@ -82,11 +82,13 @@ def run(config: PPOConfig) -> None:
 @contextmanager
 def opened(config: PPOConfig) -> Iterator[RayPPOTrainer]:
     """The trainer, before its workers are started; closed at the end."""
+    from lockstep.trainer.ppo.episodes import check_named
     from lockstep.utils.device import resolve_device
     from lockstep.workers.rollout.registry import check_installed
 
     resolve_device(config.trainer.device)
     check_installed(config.actor_rollout_ref.rollout.name)
+    check_named(config.agent)
     embedded = EMBEDDED in (config.data.train_files, config.actor_rollout_ref.model.path)
     if not embedded:
         config = fitted_to_models(config)

@@ -311,3 +311,20 @@ def test_a_first_run_on_a_cpu_says_its_size_and_the_keys_that_change_it(capsys):
     )
     assert main_ppo.load([*named, "data.train_batch_size=64"], None, "grpo") == load_config([*named], algorithm="grpo")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["agent.tools=[nofile.py:tool]"], "agent.tools"),
+        (["agent.tools=[calculator,calculator]"], "calculator"),
+        (["agent.environment=nofile.py:Game"], "agent.environment"),
+    ],
+)
+def test_tools_and_environments_that_do_not_exist_are_refused_before_the_embedded_task_is_made(keys, named, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main_ppo.main([*keys, f"trainer.default_local_dir={folder}", "trainer.device=cpu"]) == 1
+    said = capsys.readouterr()
+    assert named in said.err
+    assert "embedded task" not in said.out
+    assert not (folder / "embedded_task").exists()

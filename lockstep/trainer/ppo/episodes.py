@@ -4,8 +4,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.agent import AgentConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
+
+
+def check_named(agent: AgentConfig) -> None:
+    """The environment and the tools that the configuration names are there. Raises ConfigError, before anything is made or loaded."""
+    if not agent.is_on or agent.recorded is not None:
+        return
+    from lockstep.agents.named_tools import named_tools
+    from lockstep.agents.rows import environment_class
+
+    if agent.environment is not None:
+        environment_class(agent.environment)
+    if not agent.mcp:  # their servers are started once, by the check of all that there is
+        named_tools(agent)
 
 
 def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any) -> list[Any]:
