@@ -33,8 +33,8 @@ def kind_of(x: Any) -> str:
 class Bound:
     """A function together with its numbers: the entries of `parameters` that its arguments name.
 
-    `what` names the function in messages; `remedy` ends the message about a missing column. Raise ConfigError if an argument of the function
-    is not keyword-only.
+    `what` names the function in messages; `remedy` ends the message about a missing column. Raise ConfigError if an argument of
+    the function is not keyword-only.
     """
 
     what: str
@@ -109,8 +109,8 @@ PER_ROW = frozenset({"row_keys", "group", "reward_baselines", "reward_parts", "r
 def on_blocks(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function on padded blocks so that it takes flat columns and `rows`, and returns flat columns.
 
-    The function receives every tensor [M] outside `PER_ROW` as [B, T], T the longest row, with zeros behind the shorter rows. A result that is
-    not [B, T] raises ConfigError, naming `what`.
+    The function receives every tensor [M] outside `PER_ROW` as [B, T], T the longest row, with zeros behind the shorter rows. A result
+    that is not [B, T] raises ConfigError, naming `what`.
     """
 
     def call(*, rows: Rows, **inputs: Any) -> Any:
