@@ -66,15 +66,17 @@ def _shell_word(text: str) -> str:
 
 
 def from_verl(arguments: Sequence[str], config_file: Path | None = None) -> list[str]:
-    """Lockstep's arguments for those of a verl command, laid over a YAML file of verl's; prints what was not taken as it is. Raises
-    ConfigError with all keys that are refused."""
+    """Return Lockstep's arguments for those of a verl command, laid over a YAML file of verl's.
+
+    Print the keys that are not accepted as they are. Raise ConfigError with all keys that are refused.
+    """
     verdicts = accept((read_yaml(config_file) if config_file else {}) | read_arguments(arguments))
     print(f"from verl:\n{table(verdicts)}\n{summary(verdicts)}", flush=True)
     return overrides(verdicts)
 
 
 def accept(given: Mapping[str, Any]) -> list[Verdict]:
-    """The verdicts on these keys of verl's. Raises ConfigError with all that are refused."""
+    """Return the verdicts on these keys of verl's. Raise ConfigError with all that are refused."""
     verdicts = judge_all(given)
     refused = [verdict for verdict in verdicts if verdict.is_refused]
     if refused:
@@ -83,42 +85,49 @@ def accept(given: Mapping[str, Any]) -> list[Verdict]:
 
 
 def our_config(config: Any, *ignored: Any, **also_ignored: Any) -> PPOConfig:
-    """What a configuration with verl's keys means here. Raises ConfigError with all keys that are refused."""
+    """Return what a configuration with verl's keys means here. Raise ConfigError with all keys that are refused."""
     if isinstance(config, PPOConfig):
         return config
     verdicts = accept(dict(leaves(plain(config))))
-    said = [verdict for verdict in verdicts if verdict.kind != "default"]  # a whole tree says all there is
-    return load_config(overrides(said))
+    return load_config(overrides(verdict for verdict in verdicts if verdict.kind != "default"))  # a whole tree names every key
 
 
 def check_arguments(arguments: Sequence[str], config_file: Path | None = None) -> None:
-    """Raise ConfigError, with the whole table, when keys of verl's that Lockstep does not have are in the file or among the arguments, or
-    an option that neither has."""
+    """Raise ConfigError, with the table of such keys, if the file or the arguments have keys that are verl's and not Lockstep's.
+
+    An option that neither has is a ConfigError, too.
+    """
     for word in arguments:
         if word.startswith("-") and not word.partition("=")[0].startswith(_HYDRAS):
             raise ConfigError(f"there is no option {word}; expected --config FILE, --from-verl, --help, or key=value")
     try:
         given = (read_yaml(config_file) if config_file else {}) | read_arguments(arguments)
     except ConfigError:
-        return  # whoever reads them next says what is wrong
+        return  # the error of the configuration's own reader is better
     strange = {key: value for key, value in given.items() if not has_key(key)}
     verdicts = [verdict for verdict in judge_all(strange) if verdict.kind != "default"]
     if any(verdict.kind != "unknown" for verdict in verdicts):
-        told = "these arguments are verl's and not Lockstep's; --from-verl runs them as the table says (docs/from_verl.md)"
-        raise ConfigError(f"{told}:\n{table(verdicts)}")
+        message = "these arguments are verl's and not Lockstep's; --from-verl runs them as the table says (docs/from_verl.md)"
+        raise ConfigError(f"{message}:\n{table(verdicts)}")
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Key -> value of the overrides of a verl command; its Hydra flags are keys that begin with `--`."""
+    """Return key -> value of the overrides of a verl command. Its Hydra flags are keys that begin with `--`."""
     given: dict[str, Any] = {}
     words = iter(arguments)
     for word in words:
-        if word.startswith("-"):
-            flag, equals, value = word.partition("=")
-            given[_FLAGS.get(flag, flag)] = value if equals else next(words, "") if flag in (*_FLAGS, *_FLAGS.values()) else True
-        else:
+        if not word.startswith("-"):
             key, value = _read_override(word)
             given |= dict(leaves(value, f"{key}.")) if isinstance(value, dict) and value else {key: value}
+            continue
+        flag, equals, text = word.partition("=")
+        flag = _FLAGS.get(flag, flag)
+        if equals:
+            given[flag] = text
+        elif flag in _FLAGS.values():
+            given[flag] = next(words, "")
+        else:
+            given[flag] = True
     file = Path(given.get("--config-path", "."), str(given.get("--config-name", "")).removesuffix(".yaml") + ".yaml")
     if not file.is_file():
         return given
@@ -126,7 +135,10 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def read_script(path: Path) -> dict[str, Any]:
-    """Key -> value of the trainer that a shell script would start (`utils.shell`); the last one where it starts several."""
+    """Return key -> value of the trainer that a shell script would start (`utils.shell`), the last one if there are several.
+
+    Raise ConfigError if it starts none.
+    """
     started, said = started_commands(path, "*main_*|*trainer*")
     found = [_of_trainer(words) for words in started]
     commands = [words for words in found if any("=" in word for word in words)]
@@ -138,7 +150,7 @@ def read_script(path: Path) -> dict[str, Any]:
 
 
 def _of_trainer(words: Sequence[str]) -> list[str]:
-    """The arguments of the trainer that a command starts, if it does. A whole command may be one word: bash -c "python -m ... && ..."."""
+    """The arguments of the trainer that a command starts, or []. A whole command may be one word: bash -c "python -m ... && ..."."""
     words = [part for word in words for part in (shlex.split(word) if " " in word and _MODULE.search(word) else [word])]
     places = [i for i, word in enumerate(words) if _MODULE.fullmatch(word)]
     arguments = itertools.takewhile(lambda word: word not in ("&&", "||", "|", "&", ";"), words[places[0] + 1 :] if places else ())
@@ -146,7 +158,7 @@ def _of_trainer(words: Sequence[str]) -> list[str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Key -> value of a YAML file, with interpolations resolved."""
+    """Return key -> value of a YAML file, with interpolations resolved."""
     with readable_errors():
         return dict(leaves(plain(read_file(path))))
 
