@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import threading
@@ -18,10 +19,12 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.tools.load_model import LoadedModel, find_model, load
 from lockstep.tools.serve import http_server, listening_socket
 from lockstep.tools.serve.app import Server, ServerOptions
+from lockstep.tools.serve.limits import RequestLimits
 
 HANG_S = 60.0
 """Longer than anything here takes: only a hang meets it."""
 
+_LIMITS = {one.name for one in dataclasses.fields(RequestLimits)}
 
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}[{{ tool['function']['name'] }}]{% endfor %}{% endif %}"
@@ -107,7 +110,8 @@ def load_served(path: str, **rollout: Any) -> LoadedModel:
 @contextmanager
 def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
     """Inside, the model is served; the engine's thread has ended afterwards."""
-    server = Server(loaded, ServerOptions(**{"name": "tiny", "num_tokens": 4096} | options))
+    limits = RequestLimits(**{name: options.pop(name) for name in _LIMITS & options.keys()})
+    server = Server(loaded, ServerOptions(**{"name": "tiny", "num_tokens": 4096, "limits": limits} | options))
     with listening_socket("127.0.0.1", 0, HANG_S) as bound:
         http = http_server(server, "a test")
         thread = threading.Thread(target=http.run, kwargs={"sockets": [bound]}, daemon=True)

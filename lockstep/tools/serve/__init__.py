@@ -26,7 +26,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "LOCKSTEP_API_KEY"
 GRACE_S = 10.0
 """After a signal, how long requests that run may take to finish."""
-_TO_SAY_S = 5
+_SEND_ERRORS_S = 5
 """And after that, how long the errors of the others may take to be sent."""
 
 
@@ -60,36 +60,40 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal ends it."""
     options = _parser().parse_args(arguments)
-    for package in ("starlette", "uvicorn"):
+    for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra("lockstep serve", package, "serve")
     for name, least in (("max_queue", 0), ("timeout_s", 0.001), ("max_body_bytes", 1), ("max_num_seqs", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}; it must be at least {least}")
-    # The HTTP server waits for requests that run, and raises the signal again: what was started here is then ended as after an error.
+    # The HTTP server waits for requests that run and raises the signal again; then everything is ended as after an error.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     api_key = options.api_key or os.environ.get(_KEY) or None
     with listening_socket(options.host, options.port, options.timeout_s) as bound:  # a port that is taken is said before loading
         with shown_work("starting the server"):
             from lockstep.tools.serve.app import Server, ServerOptions
-            from lockstep.tools.serve.follow import newer_weights
+            from lockstep.tools.serve.limits import RequestLimits
+            from lockstep.tools.serve.queue import newer_weights
 
         if options.follow and (options.engine != "native" or find_model(options.model).step is None):
             raise ConfigError("--follow needs a run's folder as MODEL, and --engine native")
         loaded = load_model_of(options)
-        own = ServerOptions(
-            name=options.name or options.model,
+        limits = RequestLimits(
             api_key=api_key,
-            max_queue=options.max_queue,
+            allowed_hosts=[options.host, *options.allowed_hosts],
             timeout_s=options.timeout_s,
             max_body_bytes=options.max_body_bytes,
+        )
+        own = ServerOptions(
+            name=options.name or options.model,
+            limits=limits,
+            max_queue=options.max_queue,
             num_tokens=options.num_tokens,
-            allowed_hosts=[options.host, *options.allowed_hosts],
             newer=partial(newer_weights, options.model) if options.follow else None,
         )
         server = Server(loaded, own)
         if options.host not in _LOCAL and api_key is None:
-            print(f"warning: anybody who reaches {options.host} can use this server: there is no --api-key", flush=True)
+            print(f"warning: every client that reaches {options.host} can use this server: there is no --api-key", flush=True)
         try:
             listen(bound)  # another server may have bound the same port while neither listened
             with frozen_objects():  # no request waits while Python walks over all that was imported
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def listening_socket(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A socket bound to an address; nobody can connect before the server listens. Raises ResourceError where it cannot be had.
+    """A socket bound to an address; clients cannot connect before the server listens. Raises ResourceError if it cannot be bound.
 
     A client that neither reads nor closes is cut off by the system after `timeout_s`.
     """
@@ -114,19 +118,19 @@ def listening_socket(host: str, port: int, timeout_s: float) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise _taken(f"{host}:{port}", error) from error
+        raise _cannot_listen(f"{host}:{port}", error) from error
     return bound
 
 
 def listen(bound: socket.socket) -> None:
-    """From here on clients can connect. Raises ResourceError where another socket listens on the same address since this one was bound."""
+    """From here on clients can connect. Raises ResourceError if another socket listens on the same address since this one was bound."""
     try:
         bound.listen()
     except OSError as error:
-        raise _taken("{}:{}".format(*bound.getsockname()[:2]), error) from error
+        raise _cannot_listen("{}:{}".format(*bound.getsockname()[:2]), error) from error
 
 
-def _taken(address: str, error: Exception) -> ResourceError:
+def _cannot_listen(address: str, error: Exception) -> ResourceError:
     return ResourceError(f"cannot listen on {address}: {error}; choose another --port or --host")
 
 
@@ -137,15 +141,15 @@ def address_of(bound: socket.socket) -> str:
 
 
 def http_server(server: Server, title: str) -> uvicorn.Server:
-    """What serves `server` on sockets until a signal, or until its should_exit is set; requests that run then have GRACE_S to finish, and
-    what has not by then is answered with an error."""
+    """What serves `server` on sockets until a signal, or until its should_exit is set. Requests that run then have GRACE_S to finish; the
+    others are answered with an error."""
     import asyncio
 
     import uvicorn
 
-    from lockstep.tools.serve.wire import TimedProtocol
+    from lockstep.tools.serve.limits import TimedProtocol
 
-    class Announced(uvicorn.Server):
+    class AnnouncedServer(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(f"serving {title}", flush=True)
@@ -156,7 +160,13 @@ def http_server(server: Server, title: str) -> uvicorn.Server:
             last_call.cancel()
 
     config = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(GRACE_S) + _TO_SAY_S, server_header=False,
-        ws="none", lifespan="on", http=TimedProtocol,
-    )  # fmt: skip
-    return Announced(config)
+        server.app,
+        http=TimedProtocol,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(GRACE_S) + _SEND_ERRORS_S,
+    )
+    return AnnouncedServer(config)

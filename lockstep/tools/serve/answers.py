@@ -1,4 +1,4 @@
-"""What the engine answered, in the JSON forms of OpenAI's completions and chat completions, whole or as events of a stream."""
+"""Answers in OpenAI's forms from the engine's completions, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.tools.serve.protocol import Call
+from lockstep.tools.serve.schema import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogProbs,
+    ChatPiece,
+    ChatRequest,
+    ChatTokenLogProb,
+    CompletionRequest,
+    Delta,
+    NoAnswer,
+    TextChoice,
+    TextCompletion,
+    TextLogProbs,
+    TokenLogProb,
+    Usage,
+)
 from lockstep.tools.serve.text import ResponseText, Vocabulary
 
 if TYPE_CHECKING:
@@ -18,13 +35,8 @@ if TYPE_CHECKING:
 
     from lockstep.workers.rollout.request import Completion, Tokens, TopLogProbs
 
-Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
-
-
-class NoAnswer(Exception):
-    """The engine could not answer one request."""
 
 
 @dataclass(frozen=True)
@@ -36,146 +48,150 @@ class Scored:
     """None where there is none: the first token of a prompt."""
     top: TopLogProbs | None
 
-    @classmethod
-    def of(cls, ids: Sequence[int], log_probs: Tensor, top: TopLogProbs | None) -> Scored:
-        return cls(list(ids), [value if math.isfinite(value) else None for value in log_probs.tolist()], top)
-
     def __add__(self, other: Scored) -> Scored:
         top = None if self.top is None or other.top is None else self.top + other.top
         return Scored(self.ids + other.ids, self.log_probs + other.log_probs, top)
 
 
 class Answers:
-    """The answers to one call, of `prompts` as token ids; `texts` are the prompts as text where they were given so."""
+    """The answers to one call, whose prompts are `prompts` as token ids. `place` counts the answers: those to the first prompt first."""
 
-    def __init__(self, call: Call, prompts: Sequence[Sequence[int]], model: str, vocabulary: Vocabulary) -> None:
-        self._call, self._prompts, self._vocabulary = call, prompts, vocabulary
-        kind, prefix = ("chat.completion", "chatcmpl") if call.is_chat else ("text_completion", "cmpl")
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._object = kind
-        count = len(prompts) * call.n
-        self._growing = [self._text() for _ in range(count)]
-        self._num_characters = [0] * count
+    def __init__(
+        self, call: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], model: str, vocabulary: Vocabulary
+    ) -> None:
+        self._call = call
+        self._prompts = prompts
+        self._vocabulary = vocabulary
+        self._is_chat = isinstance(call, ChatRequest)
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._head: dict[str, Any] = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._growing = [ResponseText(vocabulary, call.stop, call.skip_special_tokens) for _ in range(call.num_answers)]
+        self._num_characters = [0] * call.num_answers
         """Characters that each answer's log-probs cover by now."""
         self.num_generated = 0
 
-    def _text(self) -> ResponseText:
-        return ResponseText(self._vocabulary, self._call.drawing.stop, self._call.skip_special_tokens)
-
     # -- whole ---------------------------------------------------------------------------------------------------------------------
 
-    def whole(self, completions: Sequence[Completion]) -> Json:
-        """The response to the call, with one completion for each answer in order."""
-        choices = [self._choice(place, completion) for place, completion in enumerate(completions)]
-        return self._head | {"object": self._object, "choices": choices, "usage": self.usage()}
-
-    def _choice(self, place: int, completion: Completion) -> Json:
-        call, ids = self._call, completion.ids.tolist()
-        if call.drawing.max_tokens == 0:
-            ids = []  # the engine always draws one
+    def choice(self, place: int, completion: Completion) -> TextChoice | ChatChoice:
+        """One answer. Raises NoAnswer if the engine left out log-probs that were asked for."""
+        call = self._call
+        ids = completion.ids.tolist() if call.max_generated != 0 else []  # the engine always draws one
         self.num_generated += len(ids)
-        text = self._text().whole(ids, completion.finish_reason)
+        text = self._growing[place].whole(ids, completion.finish_reason)
         scored = None
-        if call.top_log_probs is not None:
-            scored = Scored.of(ids, completion.log_probs[: len(ids)], self._top(completion.top_log_probs, len(ids)))
+        if call.num_top is not None:
+            scored = self._scored(ids, completion.log_probs[: len(ids)], completion.top_log_probs)
         if call.echo:
-            text = self.prompt_text(place) + text
+            text = self._prompt_text(place) + text
             if scored is not None:
                 if completion.prompt_log_probs is None:  # a shorter list would be taken for the whole one
                     raise NoAnswer("this engine gives no log-probs of prompts; serve with --engine native")
-                top = self._top(completion.prompt_top_log_probs, len(self._prompt(place)))
-                scored = Scored.of(self._prompt(place), completion.prompt_log_probs, top) + scored
-        choice: Json = {"index": place, "finish_reason": completion.finish_reason, "logprobs": self._log_probs(place, scored)}
-        return choice | ({"message": {"role": "assistant", "content": text}} if call.is_chat else {"text": text})
+                prompt = list(self._prompts[place // call.n])
+                scored = self._scored(prompt, completion.prompt_log_probs, completion.prompt_top_log_probs) + scored
+        reason = completion.finish_reason
+        if self._is_chat:
+            message = AnswerMessage(role="assistant", content=text)
+            return ChatChoice(index=place, message=message, logprobs=self._chat_log_probs(scored), finish_reason=reason)
+        return TextChoice(index=place, text=text, logprobs=self._text_log_probs(place, scored), finish_reason=reason)
+
+    def whole(self, choices: list[Any]) -> TextCompletion | ChatCompletion:
+        """The answer to the call, of all its choices."""
+        if self._is_chat:
+            return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=self.usage())
+        return TextCompletion(**self._head, object="text_completion", choices=choices, usage=self.usage())
 
     # -- as a stream ---------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> Iterator[bytes]:
         """The events before the first token."""
-        for place in range(len(self._growing)):
-            if self._call.is_chat:
-                yield self._event([self._piece(place, "", None, None, role="assistant")])
+        for place in range(self._call.num_answers):
+            if self._is_chat:
+                yield self._event(
+                    [ChatPiece(index=place, delta=Delta(role="assistant", content=""), logprobs=None, finish_reason=None)]
+                )
             elif self._call.echo:
-                yield self._event([self._piece(place, self.prompt_text(place), None, None)])
+                yield self._event([self._piece(place, self._prompt_text(place))])
 
     def tokens(self, place: int, tokens: Tokens) -> Iterator[bytes]:
         """The event of new tokens of an answer, if there is something to say by now."""
-        if self._call.drawing.max_tokens == 0:
+        if self._call.max_generated == 0:
             return
         ids = tokens.ids.tolist()
         self.num_generated += len(ids)
         text = self._growing[place].add(ids)
         scored = None
-        if self._call.top_log_probs is not None:
-            scored = Scored.of(ids, tokens.log_probs, self._top(tokens.top_log_probs, len(ids)))
+        if self._call.num_top is not None:
+            scored = self._scored(ids, tokens.log_probs, tokens.top_log_probs)
         if text or scored is not None:
-            yield self._event([self._piece(place, text, self._log_probs(place, scored), None)])
+            yield self._event([self._piece(place, text, scored)])
 
     def end(self, place: int, completion: Completion) -> Iterator[bytes]:
         """The last event of an answer."""
-        yield self._event(
-            [self._piece(place, self._growing[place].finish(completion.finish_reason), None, completion.finish_reason)]
-        )
+        text = self._growing[place].finish(completion.finish_reason)
+        yield self._event([self._piece(place, text, finish_reason=completion.finish_reason)])
 
     def finish(self) -> Iterator[bytes]:
         """The events after all answers."""
-        if self._call.include_usage:
+        if self._call.includes_usage:
             yield self._event([], usage=self.usage())
         yield DONE
 
-    def _event(self, choices: list[Json], **more: Any) -> bytes:
-        kind = "chat.completion.chunk" if self._call.is_chat else self._object
-        return event(self._head | {"object": kind, "choices": choices} | more)
+    def _piece(
+        self, place: int, text: str, scored: Scored | None = None, finish_reason: str | None = None
+    ) -> TextChoice | ChatPiece:
+        if self._is_chat:
+            delta = Delta(content=text) if text else Delta()
+            return ChatPiece(index=place, delta=delta, logprobs=self._chat_log_probs(scored), finish_reason=finish_reason)
+        return TextChoice(index=place, text=text, logprobs=self._text_log_probs(place, scored), finish_reason=finish_reason)
 
-    def _piece(self, place: int, text: str, log_probs: Json | None, reason: str | None, role: str | None = None) -> Json:
-        piece: Json = {"index": place, "logprobs": log_probs, "finish_reason": reason}
-        if not self._call.is_chat:
-            return piece | {"text": text}
-        delta = {"role": role, "content": text} if role else {"content": text} if text else {}
-        return piece | {"delta": delta}
+    def _event(self, choices: list[Any], **more: Any) -> bytes:
+        event: TextCompletion | ChatChunk
+        if self._is_chat:
+            event = ChatChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
+        else:
+            event = TextCompletion(**self._head, object="text_completion", choices=choices, **more)
+        return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
     # -- parts ---------------------------------------------------------------------------------------------------------------------
 
-    def usage(self) -> Json:
-        """The tokens that were read and written; a prompt counts once."""
-        read = sum(map(len, self._prompts))
-        return {"prompt_tokens": read, "completion_tokens": self.num_generated, "total_tokens": read + self.num_generated}
+    def usage(self) -> Usage:
+        """The tokens that were read and written by now."""
+        num_read = sum(map(len, self._prompts))
+        return Usage(prompt_tokens=num_read, completion_tokens=self.num_generated, total_tokens=num_read + self.num_generated)
 
-    def _prompt(self, place: int) -> Sequence[int]:
-        return self._prompts[place // self._call.n]
+    def _given_prompt(self, place: int) -> str | list[int]:
+        assert isinstance(self._call, CompletionRequest), "only these are echoed"
+        return self._call.prompt[place // self._call.n]
 
-    def prompt_text(self, place: int) -> str:
+    def _prompt_text(self, place: int) -> str:
         """The prompt of an answer as it came, or as its tokens read."""
-        prompt = self._call.prompts[place // self._call.n]
+        prompt = self._given_prompt(place)
         return prompt if isinstance(prompt, str) else str(self._vocabulary.tokenizer.decode(prompt))
 
     def _num_added(self, place: int) -> int:
         """How many tokens the tokenizer put before the prompt, which are not in its text."""
-        prompt, ids = self._call.prompts[place // self._call.n], self._prompt(place)
+        prompt = self._given_prompt(place)
         if not isinstance(prompt, str):
             return 0
+        ids = self._prompts[place // self._call.n]
         special = set(self._vocabulary.tokenizer.all_special_ids)
-        return next(
-            (i for i, token in enumerate(ids) if token not in special or prompt.startswith(self._vocabulary.piece(token))), len(ids)
-        )
+        for index, token in enumerate(ids):
+            if token not in special or prompt.startswith(self._vocabulary.piece(token)):
+                return index
+        return len(ids)
 
-    def _top(self, top: TopLogProbs | None, count: int) -> TopLogProbs | None:
-        """Without those that were not asked for: an engine may give one more."""
-        return (
-            None
-            if not self._call.top_log_probs or top is None
-            else [
-                [(token, value) for token, value in place[: self._call.top_log_probs] if math.isfinite(value)]
-                for place in top[:count]
-            ]
-        )
+    def _scored(self, ids: list[int], log_probs: Tensor, top: TopLogProbs | None) -> Scored:
+        """Leave out what was not asked for, since an engine may give more likely tokens, and numbers that are not finite."""
+        finite = [value if math.isfinite(value) else None for value in log_probs.tolist()]
+        num_top = self._call.num_top
+        if not num_top or top is None:
+            return Scored(ids, finite, None)
+        shown = [[(token, value) for token, value in likely[:num_top] if math.isfinite(value)] for likely in top[: len(ids)]]
+        return Scored(ids, finite, shown)
 
-    def _log_probs(self, place: int, scored: Scored | None) -> Json | None:
+    def _text_log_probs(self, place: int, scored: Scored | None) -> TextLogProbs | None:
         if scored is None:
             return None
-        return self._chat_log_probs(scored) if self._call.is_chat else self._plain_log_probs(place, scored)
-
-    def _plain_log_probs(self, place: int, scored: Scored) -> Json:
         names = [self._vocabulary.name(token) for token in scored.ids]
         num_added = self._num_added(place) if self._call.echo and self._num_characters[place] == 0 else 0
         offsets = [0] * num_added
@@ -194,24 +210,22 @@ class Answers:
                 if log_prob is not None:
                     named.setdefault(name, log_prob)
                 top.append(named or None)
-        return {"tokens": names, "token_logprobs": scored.log_probs, "top_logprobs": top, "text_offset": offsets}
+        return TextLogProbs(tokens=names, token_logprobs=scored.log_probs, top_logprobs=top, text_offset=offsets)
 
-    def _chat_log_probs(self, scored: Scored) -> Json:
-        tops = scored.top if scored.top is not None else [[] for _ in scored.ids]
-        entries = []
-        for token, log_prob, likely in zip(scored.ids, scored.log_probs, tops, strict=True):
-            entries.append(self._entry(token, log_prob) | {"top_logprobs": [self._entry(*one) for one in likely]})
-        return {"content": entries, "refusal": None}
+    def _chat_log_probs(self, scored: Scored | None) -> ChatLogProbs | None:
+        if scored is None:
+            return None
+        top = scored.top if scored.top is not None else [[] for _ in scored.ids]
+        content = []
+        for token, log_prob, likely in zip(scored.ids, scored.log_probs, top, strict=True):
+            most_likely = [TokenLogProb(**self._token(*one)) for one in likely]
+            content.append(ChatTokenLogProb(**self._token(token, log_prob), top_logprobs=most_likely))
+        return ChatLogProbs(content=content, refusal=None)
 
-    def _entry(self, token: int, log_prob: float | None) -> Json:
+    def _token(self, token: int, log_prob: float | None) -> dict[str, Any]:
         return {"token": self._vocabulary.piece(token), "logprob": log_prob, "bytes": self._vocabulary.bytes(token)}
 
 
-def event(data: Json) -> bytes:
-    """A server-sent event. Raises ValueError for a number that JSON does not have."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def error_event(body: dict[str, Any]) -> bytes:
+    """The last event of a stream in which something went wrong."""
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

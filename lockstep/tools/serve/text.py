@@ -1,11 +1,15 @@
-"""Token ids as text: one token by itself, and a response as it grows."""
+"""Between text and token ids: prompts, tokens by themselves, and a response as it grows."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.conversations import ChatTemplate, read_messages
+from lockstep.errors import DataError
+from lockstep.tools.serve.schema import BadRequest, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,6 +18,63 @@ _UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
 _LOOK_BACK = 4
 """Tokens before a new one that its text can depend on: a character has at most four bytes, and a token one or more of them."""
+
+
+class PromptReader:
+    """Tokenises for a model of this vocabulary and context. For one thread at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self.context = context
+        longest_token = max(map(len, tokenizer.get_vocab()))
+        self.max_characters = None if context is None else context * longest_token
+        """A longer text has more tokens than the context holds."""
+        self._template = ChatTemplate(tokenizer, {})
+
+    def read(self, name: str, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        """The ids of a prompt, which errors call `name`. Raises BadRequest for one that the model cannot continue."""
+        if isinstance(prompt, str):
+            if self.max_characters is not None and len(prompt) > self.max_characters:
+                raise BadRequest(
+                    f"{name} has {len(prompt)} characters; the model's context holds {self.context} tokens, of at most "
+                    f"{self.max_characters} characters",
+                    "prompt",
+                    code="context_length_exceeded",
+                )
+            prompt = self.encode(prompt, add_special_tokens)
+        self._check(name, prompt)
+        return prompt
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer.decode(list(ids)))
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, template_kwargs: Mapping[str, Any]) -> str:
+        """A conversation as the model's own template writes it, in training too. Raises BadRequest where it has none, or refuses it."""
+        if not self._tokenizer.chat_template:
+            raise BadRequest("the model has no chat template; use /v1/completions", "messages", code="no_chat_template")
+        try:
+            return self._template.render_all(read_messages(messages), tools, more=template_kwargs)
+        except DataError as error:
+            raise BadRequest(str(error), "messages") from error
+
+    def _check(self, name: str, ids: Sequence[int]) -> None:
+        if not ids:
+            raise BadRequest(f"{name} has no tokens; it needs one or more", "prompt")
+        if self.context is not None and len(ids) >= self.context:
+            raise BadRequest(
+                f"{name} has {len(ids)} tokens; the model's context holds {self.context}, one of them for the answer",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        for token in ids:
+            if not 0 <= token < self._vocabulary:
+                raise BadRequest(f"{name} has token {shortened(token)}; the model knows 0 to {self._vocabulary - 1}", "prompt")
 
 
 class Vocabulary:

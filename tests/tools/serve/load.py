@@ -140,8 +140,8 @@ class Crowd:
     async def wrong_field(self, rng: random.Random) -> str:
         wrong = {"temperature": "hot", "n": 0, "prompt": [300], "max_tokens": -1, "wrong": 1, "stop": [""], "model": "other"}
         name = rng.choice(list(wrong))
-        body = json.dumps({"prompt": "a"} | {name: wrong[name]}).encode()
-        return self._status(await self._send("/v1/completions", body), 404 if name == "model" else 400)
+        body = {"prompt": "a"} | {name: wrong[name]}  # a prompt is read only when there is room in the queue
+        return self._status(await self._patiently("/v1/completions", body, False), 404 if name == "model" else 400)
 
     async def too_large(self, rng: random.Random) -> str:
         body = b'{"prompt": "' + b"a" * rng.randint(MAX_BODY, 20 * MAX_BODY) + b'"}'

@@ -78,7 +78,7 @@ def test_echo_gives_the_trainers_log_probs_of_the_prompt(client, tokenizer):
     answer = client.complete(prompt=prompts, max_tokens=1, temperature=0, logprobs=2, echo=True, seed=1234)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
         found = choice["logprobs"]
-        names = [client.server._vocabulary.name(token) for token in range(258)]
+        names = [client.server.vocabulary.name(token) for token in range(258)]
         drawn = names.index(found["tokens"][-1])
         expected = plain_log_probs([*prompt, drawn])
         assert found["tokens"] == [names[token] for token in [*prompt, drawn]]
@@ -107,8 +107,8 @@ def test_offsets_are_places_in_the_text_whatever_its_tokens_are(client, tokenize
     text = "a\u00e9 \U0001f600b"
     asked = {"prompt": text, "max_tokens": 0, "logprobs": 0, "echo": True}
     assert client.complete(**asked)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
-    encode = client.server._reader.encode
-    monkeypatch.setattr(client.server._reader, "encode", lambda text, special: [257] * special + encode(text, special))
+    encode = client.server.reader.encode
+    monkeypatch.setattr(client.server.reader, "encode", lambda text, special: [257] * special + encode(text, special))
     found = client.complete(**asked)["choices"][0]["logprobs"]
     assert found["tokens"][0] == "<turn>", "a tokenizer that begins every text so"
     assert found["text_offset"] == [0, 0, 1, 1, 2, 3, 3, 3, 3, 4]

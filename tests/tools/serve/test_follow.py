@@ -12,7 +12,7 @@ from helpers.tiny import tiny_model
 
 from lockstep.checkpoint.folders import make_draft, publish, write_state
 from lockstep.tools.serve import listen, listening_socket, main
-from lockstep.tools.serve.follow import newer_weights
+from lockstep.tools.serve.queue import newer_weights
 
 
 def write_checkpoint(run, step, seed):
@@ -37,7 +37,7 @@ def test_newer_checkpoints_are_served_between_requests(tmp_path):
     expected = {step: greedy(seed, [65, 66], 40) for step, seed in ((1, 2), (2, 3))}
     names = {}
     with serving(loaded, newer=partial(newer_weights, str(tmp_path)), follow_s=0.05) as client:
-        name = client.server._vocabulary.name
+        name = client.server.vocabulary.name
         names = {step: [name(token) for token in tokens] for step, tokens in expected.items()}
 
         def ask():

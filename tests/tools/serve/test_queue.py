@@ -16,8 +16,9 @@ import torch
 from helpers.serving import HANG_S, byte_tokenizer, serving
 
 from lockstep.tools.load_model import LoadedModel, ModelSource
-from lockstep.tools.serve.desk import Desk, EngineBroken, ShuttingDown
-from lockstep.tools.serve.prompts import PromptReader
+from lockstep.tools.serve.queue import RequestQueue
+from lockstep.tools.serve.schema import EngineBroken, ShuttingDown
+from lockstep.tools.serve.text import PromptReader
 from lockstep.workers.rollout.request import Completion, Tokens, failed
 
 
@@ -119,16 +120,16 @@ def test_a_broken_engine_answers_all_and_health_says_so(serve, script, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-async def submitted(desk):
-    """An order of one request, which the engine has."""
-    order = desk.admit(1)
-    await order.submit([None])
-    return order
+async def submitted(queue_):
+    """A call of one request, which the engine has."""
+    call = queue_.admit(1)
+    await call.submit([None])
+    return call
 
 
-async def start_change(desk):
-    """A change of the engine that has been asked for, and an order that waits for it."""
-    tasks = [asyncio.ensure_future(desk.change(lambda: None)), asyncio.ensure_future(submitted(desk))]
+async def start_change(queue_):
+    """A change of the engine that has been asked for, and a call that waits for it."""
+    tasks = [asyncio.ensure_future(queue_.change(lambda: None)), asyncio.ensure_future(submitted(queue_))]
     await asyncio.sleep(0)
     return tasks
 
@@ -141,13 +142,13 @@ async def refused(tasks):
 
 def test_newer_weights_for_a_broken_engine_hold_up_no_request(script, capsys):
     async def break_and_change():
-        desk = Desk(lambda: script, 10)
-        await submitted(desk)  # in flight, so that the first change waits
-        tasks = await start_change(desk)
+        queue_ = RequestQueue(lambda: script, 10)
+        await submitted(queue_)  # in flight, so that the first change waits
+        tasks = await start_change(queue_)
         script.answer(ZeroDivisionError("in the engine"))
         assert await refused(tasks)
-        assert await refused(await start_change(desk))
-        await desk.close()
+        assert await refused(await start_change(queue_))
+        await queue_.close()
 
     asyncio.run(break_and_change())
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -155,11 +156,11 @@ def test_newer_weights_for_a_broken_engine_hold_up_no_request(script, capsys):
 
 def test_a_change_that_fails_breaks_the_engine(script, capsys):
     async def change():
-        desk = Desk(lambda: script, 10)
+        queue_ = RequestQueue(lambda: script, 10)
         with pytest.raises(EngineBroken, match="ZeroDivisionError"):
-            await asyncio.wait_for(desk.change(lambda: 1 // 0), HANG_S)
-        assert await refused([submitted(desk)])
-        await desk.close()
+            await asyncio.wait_for(queue_.change(lambda: 1 // 0), HANG_S)
+        assert await refused([submitted(queue_)])
+        await queue_.close()
 
     asyncio.run(change())
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -440,13 +441,13 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(serve):
 
 def test_shutting_down_ends_what_the_engine_computes_at_once(script):
     async def give_up():
-        desk = Desk(lambda: script, 10)
-        order = await submitted(desk)
-        desk.give_up("the end")
+        queue_ = RequestQueue(lambda: script, 10)
+        call = await submitted(queue_)
+        queue_.give_up()
         assert script.aborted.get(timeout=0) == 0
         with pytest.raises(ShuttingDown):
-            await order.next()
-        await desk.close()
+            await call.next()
+        await queue_.close()
 
     asyncio.run(give_up())
 

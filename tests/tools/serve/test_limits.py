@@ -8,7 +8,7 @@ import socket
 import pytest
 from helpers.serving import HANG_S, load_served, save_served_model, serving
 
-from lockstep.tools.serve import wire
+from lockstep.tools.serve import limits
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
 
@@ -66,8 +66,8 @@ def texts(answer: bytes) -> list[str]:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: "])
 def test_a_head_that_does_not_come_to_its_end_closes_the_connection(client, monkeypatch, sent):
-    monkeypatch.setattr(wire, "HEAD_S", 0.05)
-    assert exchange(client, sent) == wire._LATE
+    monkeypatch.setattr(limits, "HEAD_S", 0.05)
+    assert exchange(client, sent) == limits._HEAD_TOO_LATE
 
 
 def test_so_does_the_head_of_a_second_request(client, monkeypatch):
@@ -76,16 +76,16 @@ def test_so_does_the_head_of_a_second_request(client, monkeypatch):
         found = b""
         while not found.endswith(b'{"status":"ok"}'):
             found += connection.recv(65536)
-        monkeypatch.setattr(wire, "HEAD_S", 0.05)
+        monkeypatch.setattr(limits, "HEAD_S", 0.05)
         connection.sendall(b"GET /v1/mod")
-        assert rest(connection) == wire._LATE
+        assert rest(connection) == limits._HEAD_TOO_LATE
 
 
 def test_a_request_may_take_longer_than_its_head(client, monkeypatch, expected):
-    monkeypatch.setattr(wire, "HEAD_S", 0.05)
+    monkeypatch.setattr(limits, "HEAD_S", 0.05)
     with socket.create_connection(("127.0.0.1", client.port), HANG_S) as slow:
         slow.sendall(head(b"{", "Host: localhost", "Content-Length: 90", "Connection: close"))
-        assert exchange(client, b"").endswith(wire._LATE), "so much time has passed"
+        assert exchange(client, b"").endswith(limits._HEAD_TOO_LATE), "so much time has passed"
         slow.sendall(json.dumps(ASK).encode()[1:].ljust(89))
         assert texts(rest(slow)) == [expected]
 
