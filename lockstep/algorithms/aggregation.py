@@ -68,7 +68,8 @@ def agg_loss(
     Raises:
         ConfigError: the mode is unknown, or its loss_scale_factor is missing or not positive.
     """
-    tokens, sequences = max(denominators.tokens, 1), max(denominators.sequences, 1)
+    tokens = max(denominators.tokens, 1)
+    sequences = max(denominators.sequences, 1)
     match mode:
         case "token-mean":
             return masked_sum(loss, mask) / tokens

@@ -40,7 +40,8 @@ def policy_loss(name: str, numbers: Mapping[str, Any], blocks: tuple[Tensor, ...
     clip_cov and kl_cov choose their tokens from the current log-probs, as there is no mini-batch before the update here, and never one
     that the clip already holds.
     """
-    rows, loss_fn = Rows.of_padded(blocks[-1]), get_policy_loss(name)
+    rows = Rows.of_padded(blocks[-1])
+    loss_fn = get_policy_loss(name)
     columns = {key: block.flatten() for key, block in zip(BLOCKS, blocks, strict=True)}
     prepare = bind_prepare(loss_fn, numbers)
     if prepare is not None and name in ("clip_cov", "kl_cov"):

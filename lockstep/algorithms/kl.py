@@ -84,7 +84,8 @@ def reward_penalty(logprob: Tensor, ref_logprob: Tensor, mask: Tensor, kind: str
 
     Raises ConfigError when the kind is unknown, ValueError when the shapes differ.
     """
-    logprob, ref_logprob = zero_outside(logprob, mask), zero_outside(ref_logprob, mask)
+    logprob = zero_outside(logprob, mask)
+    ref_logprob = zero_outside(ref_logprob, mask)
     penalty = kl_penalty(logprob, ref_logprob, kind)
     return torch.zeros_like(penalty) if ((logprob - ref_logprob).abs() < _ROUNDING).all() else penalty
 

@@ -105,7 +105,8 @@ def correct(
     metrics of all of it."""
     mask = response_mask
     metrics = mismatch_metrics(old_log_prob, rollout_log_prob, mask, rows)
-    x, weights = log_ratio(old_log_prob, rollout_log_prob, mask), None
+    x = log_ratio(old_log_prob, rollout_log_prob, mask)
+    weights = None
     if correction.level is not None:
         raw = raw_weights(x, mask, rows, correction.level)
         metrics |= weight_metrics(raw, mask, rows, correction.level, correction.band, correction.normalise)
@@ -263,7 +264,8 @@ def weight_metrics(
     if not counted.any():
         return {}
     cut = _cut(raw, band).double()
-    low, tokens = band.low or 1 / band.high, cut[mask]
+    low = band.low or 1 / band.high
+    tokens = cut[mask]
     row_cut, row_raw = (rows.mean(weights.double(), mask)[counted] for weights in (cut, raw))
     unit = raw.double()[mask] if level == "token" else row_raw
     spread = tokens if level == "token" else row_raw
@@ -299,13 +301,15 @@ def rejection_metrics(statistic: Tensor, response_mask: Tensor, rows: Rows, kind
 
     Under k1 the numbers are those of the inverse ratio, -x and log bounds: verl's sign. Empty when no token is selected.
     """
-    mask, is_k1 = response_mask.bool(), kind.endswith("k1")
+    mask = response_mask.bool()
+    is_k1 = kind.endswith("k1")
     counted = rows.sum(mask) > 0
     if not counted.any():
         return {}
     statistic = -statistic.double() if is_k1 else statistic.double()
     high, low = (math.log(bounds.high), math.log(bounds.low)) if is_k1 else (bounds.high, 0.0)
-    tokens, by_row = statistic[mask], rows.mean(statistic, mask)[counted]
+    tokens = statistic[mask]
+    by_row = rows.mean(statistic, mask)[counted]
     unit = tokens if kind.startswith("token") else by_row
     found = {
         "mean": tokens.mean(),

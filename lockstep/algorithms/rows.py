@@ -16,7 +16,8 @@ class Rows:
     """B rows of `lengths` [B] (int64, on the CPU), M tokens in all, for columns on `device`."""
 
     def __init__(self, lengths: Tensor, device: torch.device | str = "cpu") -> None:
-        self.lengths, self.device = lengths, torch.device(device)
+        self.lengths = lengths
+        self.device = torch.device(device)
 
     @classmethod
     def of_padded(cls, block: Tensor) -> Rows:

@@ -151,7 +151,8 @@ def entropy_collapse(history: History) -> Alarm | None:
     entropy = [row["actor/entropy"] for row in history if "actor/entropy" in row]
     if len(entropy) < 2 * _SOME or _is_learned(history):
         return None
-    first, last = _mean(entropy[:_SOME]), _mean(entropy[-_SOME:])
+    first = _mean(entropy[:_SOME])
+    last = _mean(entropy[-_SOME:])
     if first <= 0 or last >= 0.1 * first:
         return None
     return Alarm(
@@ -168,7 +169,8 @@ def length_drift(history: History) -> Alarm | None:
     lengths = [row["response_length/mean"] for row in history if "response_length/mean" in row]
     if len(lengths) < 2 * _SOME:
         return None
-    first, last = _mean(lengths[:_SOME]), _mean(lengths[-_SOME:])
+    first = _mean(lengths[:_SOME])
+    last = _mean(lengths[-_SOME:])
     if first <= 0 or 0.5 <= last / first <= 2 or _gain(history, "critic/score/mean") > 0.1 * _range(history):
         return None
     return Alarm(
@@ -190,7 +192,8 @@ def kl_jump(history: History) -> Alarm | None:
         before = [row[name] for row in history[:-1] if name in row][-_MANY:]
         if len(before) < _SOME or name not in history[-1]:
             continue
-        usual, now = sorted(map(abs, before))[len(before) // 2], abs(history[-1][name])
+        usual = sorted(map(abs, before))[len(before) // 2]
+        now = abs(history[-1][name])
         if now > max(5 * usual, 5 * max(map(abs, before[-_FEW:])) / 2, 0.3):
             return Alarm(
                 "kl_jump",

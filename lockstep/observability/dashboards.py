@@ -20,7 +20,8 @@ Samples = Sequence[Mapping[str, Any]]
 class TensorBoard:
     """<run_dir>/tensorboard."""
 
-    package, extra = "tensorboard", "logging"
+    package = "tensorboard"
+    extra = "logging"
 
     def __init__(
         self, *, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any], resume_step: int | None
@@ -59,7 +60,8 @@ class Wandb:
     SwanLab and trackio have the same interface, but for what their classes say.
     """
 
-    package, extra = "wandb", "logging"
+    package = "wandb"
+    extra = "logging"
     identity = "id"
     """What of a run names it to a later process."""
 
@@ -93,7 +95,8 @@ class Wandb:
 class SwanLab(Wandb):
     """SwanLab; SWANLAB_MODE=local or offline keeps it in <run_dir>/swanlab."""
 
-    package, extra = "swanlab", "swanlab"
+    package = "swanlab"
+    extra = "swanlab"
 
     def _start(self, project: str, name: str, run_dir: Path, config: dict[str, Any], run_id: str | None) -> Any:
         config = json.loads(json.dumps(config, default=str))
@@ -117,7 +120,9 @@ class Trackio(Wandb):
     It goes on with the newest run of a name, and takes no id.
     """
 
-    package, extra, identity = "trackio", "trackio", "name"
+    package = "trackio"
+    extra = "trackio"
+    identity = "name"
 
     def _start(self, project: str, name: str, run_dir: Path, config: dict[str, Any], run_id: str | None) -> Any:
         config = json.loads(json.dumps(config, default=str))
@@ -136,14 +141,16 @@ class MLflow:
     The experiment is `project_name`, the run `experiment_name`.
     """
 
-    package, extra = "mlflow", "mlflow"
+    package = "mlflow"
+    extra = "mlflow"
 
     def __init__(
         self, *, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any], resume_step: int | None
     ) -> None:
         module = importlib.import_module(self.package)
         self._entities = importlib.import_module("mlflow.entities")
-        server, folder = os.environ.get("MLFLOW_TRACKING_URI"), run_dir.resolve()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        folder = run_dir.resolve()
         self._client = module.MlflowClient(tracking_uri=server or f"sqlite:///{folder / 'mlflow.db'}")
         id_file = run_dir / "mlflow_run_id.txt"
         if resume_step is not None and id_file.exists():
@@ -159,7 +166,8 @@ class MLflow:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See Tracker. MLflow takes no @ in a name, and no number that is not finite."""
-        metric, at = self._entities.Metric, int(1000 * time.time())
+        metric = self._entities.Metric
+        at = int(1000 * time.time())
         finite = {name.replace("@", "_at_"): float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._client.log_batch(self._id, metrics=[metric(name, value, at, step) for name, value in finite.items()])
 

@@ -70,7 +70,8 @@ PPO_VIEW = View(
 
 _RECENT_STEPS = 8
 _SPARKLINE_WIDTH = 50
-_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-=+*#@"
 
 
 class Display:
@@ -121,12 +122,15 @@ class PlainDisplay(Display):
     """One line per step, which has the time of every stage; flushed, without control codes: for files, pipes and debuggers."""
 
     def __init__(self, stream: TextIO, view: View = PPO_VIEW) -> None:
-        self._stream, self._view = stream, view
-        self._total_steps, self._eta = 0, Eta(0)
+        self._stream = stream
+        self._view = view
+        self._total_steps = 0
+        self._eta = Eta(0)
 
     def start(self, total_steps: int, first_step: int = 0, title: str = "", due: Due | None = None) -> None:
         LINES.start(self._stream)
-        self._total_steps, self._eta = total_steps, Eta(total_steps, first_step, due)
+        self._total_steps = total_steps
+        self._eta = Eta(total_steps, first_step, due)
         if title:
             self.message(title)
 
@@ -156,7 +160,8 @@ class LiveDisplay(Display):
     """
 
     def __init__(self, console: Console, view: View = PPO_VIEW) -> None:
-        self._console, self._view = console, view
+        self._console = console
+        self._view = view
         self._reset(total_steps=0, first_step=0, title="", due=None)
         self._is_open = False
         self._echo: list[Any] | None = None
@@ -168,7 +173,9 @@ class LiveDisplay(Display):
             os.register_at_fork(after_in_child=self._leave_terminal_to_parent)
 
     def _reset(self, total_steps: int, first_step: int, title: str, due: Due | None) -> None:
-        self._title, self._total_steps, self._done = title, total_steps, first_step
+        self._title = title
+        self._total_steps = total_steps
+        self._done = first_step
         self._eta = Eta(total_steps, first_step, due)
         self._recent: list[tuple[int, dict[str, str]]] = []
         self._curve: list[float] = []
@@ -179,7 +186,8 @@ class LiveDisplay(Display):
         if not self._is_open:
             leave_terminal()
             self._is_open = True
-            self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+            self._breakpointhook = sys.breakpointhook
+            sys.breakpointhook = self._on_breakpoint
             self._show()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -281,7 +289,8 @@ def sparkline(numbers: Sequence[float], width: int, bars: str = _BARS) -> str:
     shown = [x for x in groups if x is not None]
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
+    low = min(shown)
+    high = max(shown)
     # A flat curve is drawn at the bottom.
     levels = [None if x is None else (x - low) / (high - low) if high > low else 0.0 for x in groups]
     line = "".join(" " if level is None else bars[round(level * (len(bars) - 1))] for level in levels)

@@ -18,7 +18,9 @@ class Eta:
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, due: Due | None = None) -> None:
-        self._total, self._done, self._due = total_steps, first_step, due or {}
+        self._total = total_steps
+        self._done = first_step
+        self._due = due or {}
         self._steps: list[float] = []
         """Seconds of each step of this process, all that is `due` left out."""
         self._besides: dict[str, float] = {}
@@ -36,7 +38,9 @@ class Eta:
             return
         now = time.monotonic()
         self._steps = [*self._steps[:1], *self._steps[1:][1 - _RECENT_STEPS :], max(now - self._at - self._left_out, 0.0)]
-        self._done, self._at, self._left_out = step, now, 0.0
+        self._done = step
+        self._at = now
+        self._left_out = 0.0
 
     def seconds(self) -> float | None:
         """From now to the end; None before the first step is done."""

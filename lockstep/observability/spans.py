@@ -40,7 +40,8 @@ def progress(name: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
 def expect(total: int, unit: str) -> Progress:
     """The innermost of what is being done, which has `total` more to do, if it was not told of more already."""
     one = running[-1] if running else Progress("", 0.0)
-    one.total, one.unit = max(one.total, one.done + total), unit
+    one.total = max(one.total, one.done + total)
+    one.unit = unit
     return one
 
 

@@ -93,7 +93,8 @@ def clustered_interval(values: Array, num_samples: int) -> tuple[Array, Array]:
 
 def _clustered(values: Array, num_samples: float, quantile: float) -> tuple[Array, Array]:
     num_questions = values.shape[-1]
-    share, variance = values.mean(-1), values.var(-1, ddof=1)
+    share = values.mean(-1)
+    variance = values.var(-1, ddof=1)
     most = share * (1 - share)
     spread = np.where(most > 0, variance / np.where(most > 0, most, 1), 1.0)  # 1: all samples of a question are alike
     spread = np.maximum(spread, num_questions / max(num_samples, num_questions))
@@ -108,11 +109,13 @@ def ranged_interval(values: Array) -> tuple[Array, Array]:
     As `clustered_interval` on the scale from the least to the largest value, which moves it to where the long tail is, and at least as
     wide as Student's. Student's alone covers the mean of 30 skewed scores 93 times in 100.
     """
-    least, span = values.min(-1), np.ptp(values, -1)
+    least = values.min(-1)
+    span = np.ptp(values, -1)
     scaled = (values - least[..., None]) / span[..., None]
     low, high = _clustered(scaled, math.inf, t_95(values.shape[-1] - 1))
     students = t_interval(scaled)
-    centre, half = (low + high) / 2, np.maximum(high - low, students[1] - students[0]) / 2
+    centre = (low + high) / 2
+    half = np.maximum(high - low, students[1] - students[0]) / 2
     return least + span * (centre - half), least + span * (centre + half)
 
 
@@ -134,7 +137,8 @@ def compare(new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> D
     ):  # of differences that are all equal Student's interval is that point, however few they are
         low, high = paired_interval(differences, is_single)
         interval = float(low), float(high)
-    better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    better = int((differences > 0).sum())
+    worse = int((differences < 0).sum())
     p_value = mcnemar(better, worse) if is_single else float(flip_test(differences))
     return Difference(Estimate(float(differences.mean()), interval), p_value, len(differences), better, worse)
 
@@ -148,14 +152,16 @@ def paired_interval(differences: Array, is_single: bool) -> tuple[Array, Array]:
     if not is_single:
         return t_interval(differences)
     count = differences.shape[-1]
-    better, worse = (differences > 0).sum(-1), (differences < 0).sum(-1)
+    better = (differences > 0).sum(-1)
+    worse = (differences < 0).sum(-1)
     low = _score_end(worse, better, count)
     return -low, _score_end(better, worse, count)
 
 
 def _score_end(better: Array, worse: Array, count: int) -> Array:
     """The largest difference that is not rejected, by halving."""
-    inside, outside = (better - worse) / count, np.ones(np.shape(better))
+    inside = (better - worse) / count
+    outside = np.ones(np.shape(better))
     for _ in range(50):
         middle = (inside + outside) / 2
         # The likeliest probability that the other model alone is right, if the difference is `middle`: the root of a quadratic.
@@ -163,7 +169,8 @@ def _score_end(better: Array, worse: Array, count: int) -> Array:
         only_worse = (np.sqrt(b**2 + 8 * count * worse * middle * (1 - middle)) - b) / (4 * count)
         variance = count * (2 * only_worse + middle * (1 - middle))
         is_inside = (count * middle - better + worse) ** 2 <= Z_95**2 * variance
-        inside, outside = np.where(is_inside, middle, inside), np.where(is_inside, outside, middle)
+        inside = np.where(is_inside, middle, inside)
+        outside = np.where(is_inside, outside, middle)
     return inside
 
 
@@ -199,7 +206,8 @@ def t_95(freedom: int) -> float:
     """The 0.975 quantile of Student's t: exact for 1 and 2 degrees of freedom, else Cornish and Fisher's series, right to 0.001."""
     if freedom < 3:
         return (12.7062, 4.3027)[freedom - 1]
-    z, v = Z_95, freedom
+    z = Z_95
+    v = freedom
     return (
         z
         + (z**3 + z) / (4 * v)

@@ -159,7 +159,8 @@ class _JsonLines:
     """
 
     def __init__(self, path: Path, resume_step: int | None, logs_again: bool) -> None:
-        self._path, self._replaced = path, resume_step if logs_again else None
+        self._path = path
+        self._replaced = resume_step if logs_again else None
         self._unwritten = b""
         self.error: OSError | None = None
         """Why the last lines are not in the file, where they are not."""
@@ -186,7 +187,8 @@ class _JsonLines:
         try:
             if self._replaced is not None and self._unwritten:
                 _drop_steps_after(self._path, self._replaced - 1, self._unwritten.decode())
-                self._replaced, self._unwritten = None, b""
+                self._replaced = None
+                self._unwritten = b""
             with self._path.open("ab", buffering=0) as file:
                 while self._unwritten:
                     self._unwritten = self._unwritten[file.write(self._unwritten) :]

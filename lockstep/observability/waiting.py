@@ -158,7 +158,8 @@ def _take_terminal(stream: IO[str]) -> None:
 def leave_terminal() -> None:
     """End the redrawn line, for someone who needs the terminal. May be called again."""
     global _area
-    area, _area = _area, None
+    area = _area
+    _area = None
     if area is not None:
         area.stop()
 

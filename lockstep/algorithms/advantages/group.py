@@ -155,7 +155,9 @@ class GroupScores:
 
     def __init__(self, scores: Tensor, response_mask: Tensor, rows: Rows, group: Tensor, dtype: torch.dtype) -> None:
         """`scores` [B] float64, and the dtype of the results of `over_tokens`."""
-        self._mask, self._rows, self._dtype = response_mask, rows, dtype
+        self._mask = response_mask
+        self._rows = rows
+        self._dtype = dtype
         self._group_index = group_index(group, len(rows))
         self.scores = scores
         self.lengths = rows.sum(response_mask.bool()).double()

@@ -90,7 +90,9 @@ def _against_column(returns: Tensor, weights: Tensor, response_mask: Tensor, row
 
     The baseline is 0 where a token is alone with its number. Outside the mask the result is 0.
     """
-    mask, dtype, returns = response_mask.bool(), returns.dtype, returns.double()
+    mask = response_mask.bool()
+    dtype = returns.dtype
+    returns = returns.double()
     cell = (group_index(group, len(rows))[rows.index] * len(column) + column).unique(return_inverse=True)[1]
 
     def over_cell(x: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ BATCH_INPUTS = (
 
 
 _TABLE = LossTable("policy loss", POLICY_LOSSES, PREPARATIONS, BATCH_INPUTS)
-register_policy_loss, get_policy_loss, missing_numbers = _TABLE.register, _TABLE.get, _TABLE.missing_numbers
+register_policy_loss = _TABLE.register
+get_policy_loss = _TABLE.get
+missing_numbers = _TABLE.missing_numbers
 _what = _TABLE.what
 
 
@@ -120,7 +122,8 @@ def check_numbers(loss: PolicyLoss, parameters: Mapping[str, Any]) -> None:
     if loss not in _BUILT_IN:
         return
     columns = dict.fromkeys(("old_log_prob", "log_prob", "advantages", "response_mask"), torch.ones(1))
-    rows, prepare = Rows(torch.ones(1, dtype=torch.int64)), bind_prepare(loss, parameters)
+    rows = Rows(torch.ones(1, dtype=torch.int64))
+    prepare = bind_prepare(loss, parameters)
     if prepare is not None:
         columns |= prepare(columns | {"row_keys": torch.zeros(1, dtype=torch.int64)}, rows)
     bind_policy_loss(loss, parameters)(columns, rows)

@@ -44,7 +44,8 @@ def clip_cov(
     Raises ConfigError when the clip range is not 0 <= low <= 1, 0 <= high.
     """
     check_clip_range("clip_cov", clip_ratio_low, clip_ratio_high)
-    advantages, selected = zero_outside(advantages, response_mask), zero_outside(cov_selected, response_mask).bool()
+    advantages = zero_outside(advantages, response_mask)
+    selected = zero_outside(cov_selected, response_mask).bool()
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
     loss, is_clipped = clipped_surrogate(advantages, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     # Multiplied, not replaced: a loss that is NaN must show.

@@ -38,7 +38,8 @@ def dppo_tv(
     Raises ConfigError when a bound is negative or c is not positive.
     """
     _check("dppo_tv", clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    p, p_old = _probabilities(log_prob, response_mask), _probabilities(old_log_prob, response_mask)
+    p = _probabilities(log_prob, response_mask)
+    p_old = _probabilities(old_log_prob, response_mask)
     inside = torch.where(zero_outside(advantages, response_mask) > 0, p - p_old <= clip_ratio_high, p - p_old >= -clip_ratio_low)
     return _within(inside, old_log_prob, log_prob, advantages, response_mask, clip_ratio_c)
 
@@ -62,7 +63,8 @@ def dppo_kl(
     Raises ConfigError when a bound is negative or c is not positive.
     """
     _check("dppo_kl", clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    p, p_old = _probabilities(log_prob, response_mask), _probabilities(old_log_prob, response_mask)
+    p = _probabilities(log_prob, response_mask)
+    p_old = _probabilities(old_log_prob, response_mask)
     difference = zero_outside(old_log_prob - log_prob.detach(), response_mask)
     kl = p_old * difference + (1 - p_old) * ((1 - p_old + _FLOOR) / (1 - p + _FLOOR)).log()
     rising = (kl <= clip_ratio_high) | (p <= p_old)

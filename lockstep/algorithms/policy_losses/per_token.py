@@ -33,7 +33,8 @@ def cispo(
     log_ratio = token_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    advantages, log_prob = zero_outside(advantages, response_mask), zero_outside(log_prob, response_mask)
+    advantages = zero_outside(advantages, response_mask)
+    log_prob = zero_outside(log_prob, response_mask)
     return -weight * advantages * log_prob, token_metrics(log_ratio, is_clipped=weight != ratio)
 
 

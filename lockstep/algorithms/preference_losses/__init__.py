@@ -77,7 +77,9 @@ BATCH_INPUTS = (
 
 
 _TABLE = LossTable("preference loss", PREFERENCE_LOSSES, PREPARATIONS, BATCH_INPUTS)
-register_preference_loss, get_preference_loss, missing_numbers = _TABLE.register, _TABLE.get, _TABLE.missing_numbers
+register_preference_loss = _TABLE.register
+get_preference_loss = _TABLE.get
+missing_numbers = _TABLE.missing_numbers
 _what = _TABLE.what
 
 

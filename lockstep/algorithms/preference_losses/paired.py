@@ -36,7 +36,8 @@ def robust(*, log_prob: Tensor, ref_log_prob: Tensor, beta: float = 0.1, label_s
     _check_share("robust", label_smoothing)
     rewards = beta * (log_prob - ref_log_prob)
     gap = _gap(rewards)
-    clean, flipped = -(1 - label_smoothing) * logsigmoid(gap), -label_smoothing * logsigmoid(-gap)
+    clean = -(1 - label_smoothing) * logsigmoid(gap)
+    flipped = -label_smoothing * logsigmoid(-gap)
     return (clean - flipped) / (1 - 2 * label_smoothing), rewards
 
 

@@ -37,7 +37,8 @@ class Outbox:
     """The workers' end: call it with a message. It can be pickled, connects at first use, and goes silent when the driver is gone."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
-        self._address, self._key = address, key
+        self._address = address
+        self._key = key
         self._connection: socket.socket | None = None
         self._is_broken = False
 
@@ -65,7 +66,9 @@ def inbox(host: str, handle: Callable[[Any], None]) -> Iterator[Outbox]:
 
     `host` is the driver's address as workers see it, the only one that is listened at. After the block no message is handled any more.
     """
-    key, lock, is_open = os.urandom(32), threading.Lock(), True
+    key = os.urandom(32)
+    lock = threading.Lock()
+    is_open = True
     strangers: list[socket.socket] = []
     known: list[socket.socket] = []
 

@@ -127,7 +127,8 @@ def _restore(results: list[Any], shares: list[list[int]]) -> Any:
     if not all(are_rows):
         kinds = {rank: type(result).__name__ for rank, result in enumerate(results)}
         raise ValueError(f"either every rank returns a DataProto or none does, got {kinds}")
-    sent, got = [len(share) for share in shares], [len(result) for result in results]
+    sent = [len(share) for share in shares]
+    got = [len(result) for result in results]
     copies = max((g // s for g, s in zip(got, sent, strict=True) if s), default=1)
     if copies < 1 or got != [copies * s for s in sent]:
         raise ValueError(
@@ -196,7 +197,8 @@ def share_rows(batch: DataProto, parts: int) -> list[list[int]]:
     """
     counts = batch.token_counts().tolist()
     repeats = batch.repeats_prompt() if "prompts" in batch.columns else [False] * len(counts)
-    units, groups = batch.units(), list[list[int]]()
+    units = batch.units()
+    groups = list[list[int]]()
     for unit in units:
         if repeats[unit[0]]:
             groups[-1] += unit

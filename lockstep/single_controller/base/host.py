@@ -111,7 +111,8 @@ class WorkerHost:
         self._store = None
 
     def _join_process_group(self, rendezvous: Rendezvous | None, start_timeout_s: float, timeout_s: float) -> None:
-        rank, world_size = self._environment.rank, self._environment.world_size
+        rank = self._environment.rank
+        world_size = self._environment.world_size
         if dist.is_initialized():
             there = dist.get_rank(), dist.get_world_size()
             if there != (rank, world_size):

@@ -35,8 +35,11 @@ class ResourcePool:
                 f"pool {name!r} needs at least one process on each of its nodes, got {process_on_nodes}; "
                 "see trainer.n_gpus_per_node and trainer.nnodes"
             )
-        self.store, self.name, self.use_gpu = list(process_on_nodes), name, use_gpu
-        self.cpus_per_process, self.memory_per_process = cpus_per_process, memory_per_process
+        self.store = list(process_on_nodes)
+        self.name = name
+        self.use_gpu = use_gpu
+        self.cpus_per_process = cpus_per_process
+        self.memory_per_process = memory_per_process
         self.world_size = sum(process_on_nodes)
         """Number of processes."""
 
@@ -114,7 +117,8 @@ def _search(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> di
         if depth == len(entries):
             return {}
         entry = entries[depth]
-        need, pool = needs[entry], frozenset({entry[0]})
+        need = needs[entry]
+        pool = frozenset({entry[0]})
         # Nodes with the same room that hold the same pools are interchangeable: one failure speaks for all.
         failed: set[tuple[_Amount, frozenset[int]]] = set()
         for n, (room, held) in sorted(enumerate(state), key=lambda item: item[1][0]):

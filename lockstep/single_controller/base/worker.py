@@ -64,7 +64,8 @@ class Worker:
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         # Here rather than in __init__, so that a subclass's constructor sees its rank before (or without) calling
         # super().
-        worker, place = super().__new__(cls), _current.get(WorkerEnvironment())
+        worker = super().__new__(cls)
+        place = _current.get(WorkerEnvironment())
         for name in ("rank", "world_size", "local_rank", "device"):
             setattr(worker, name, getattr(place, name))
         return worker
@@ -87,7 +88,8 @@ class ClassWithInitArgs:
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         wrapped = getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
         self.cls: type = getattr(wrapped, "__ray_actor_class__", wrapped)
-        self.args, self.kwargs = args, kwargs
+        self.args = args
+        self.kwargs = kwargs
 
     def __call__(self) -> Any:
         """Build it."""

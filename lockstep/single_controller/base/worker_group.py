@@ -56,7 +56,8 @@ class WorkerGroup(ABC):
         placement: list[str] | None = None,
         device: str = "cpu",
     ) -> None:
-        self.resource_pool, self.world_size = resource_pool, resource_pool.world_size
+        self.resource_pool = resource_pool
+        self.world_size = resource_pool.world_size
         if isinstance(ray_cls_with_init, ClassWithInitArgs):
             ray_cls_with_init = {ray_cls_with_init.cls.__name__: ray_cls_with_init}
         self._classes = dict(ray_cls_with_init)
@@ -66,7 +67,9 @@ class WorkerGroup(ABC):
             raise ConfigError(
                 f"placement names {len(placement)} nodes, but pool {resource_pool.name!r} has {self.world_size} processes"
             )
-        self.device, self.timeout_s, self.start_timeout_s = device, timeout_s, start_timeout_s
+        self.device = device
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
         self._placement = placement
         self._roles: dict[str, RoleGroup] = {}
         self._error: WorkerError | None = None
@@ -156,8 +159,11 @@ class RoleGroup:
     """The workers of one role as one object: each registered method of their class is a method here."""
 
     def __init__(self, group: WorkerGroup, name: str, cls: type) -> None:
-        self.name, self.world_size, self.receiving = name, group.world_size, group.receiving
-        self._group, self._registered = group, registered_methods(cls)
+        self.name = name
+        self.world_size = group.world_size
+        self.receiving = group.receiving
+        self._group = group
+        self._registered = registered_methods(cls)
         taken = {*dir(group), *dir(self)}
         for method, registration in self._registered.items():
             if method in taken:

@@ -56,7 +56,8 @@ class LocalWorkerGroup(WorkerGroup):
 
     def caller(self, role: str, method: str, registration: Registration) -> Callable[..., Any]:
         """See `WorkerGroup.caller`. Between the caller and the worker's method there is this one frame."""
-        workers, plan = self._host.workers, find_mode(registration.dispatch_mode)
+        workers = self._host.workers
+        plan = find_mode(registration.dispatch_mode)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._closed:

@@ -91,9 +91,11 @@ def _check_reachable(address: str) -> None:
     url = urlsplit(address if "://" in address else f"//{address}")
     hint = "check ray_kwargs.ray_init.address (or $RAY_ADDRESS) and that `ray start --head` ran there"
     try:
-        host, port = url.hostname, url.port
+        host = url.hostname
+        port = url.port
     except ValueError:
-        host, port = None, None
+        host = None
+        port = None
     if host is None or port is None:
         raise ConfigError(f"ray_kwargs.ray_init.address must be 'auto', 'local' or host:port, got {address!r}")
     try:

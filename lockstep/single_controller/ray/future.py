@@ -36,10 +36,15 @@ class RayFuture(Future):
         self._ray = import_ray()
         self._pending = {ref: rank for rank, ref in enumerate(refs)}
         self._answers: list[Any] = [None] * len(refs)
-        self._labels, self._task, self._collect, self._fail, self._lost = labels, task, collect, fail, lost
+        self._labels = labels
+        self._task = task
+        self._collect = collect
+        self._fail = fail
+        self._lost = lost
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
-        self._heartbeat_s, self._next_heartbeat = heartbeat_s, self._started + heartbeat_s
+        self._heartbeat_s = heartbeat_s
+        self._next_heartbeat = self._started + heartbeat_s
         self._error: WorkerError | None = None
         self._collected: list[Any] = []
 
@@ -120,7 +125,8 @@ class RayFuture(Future):
         return error
 
     def _late(self) -> WorkerTimeout:
-        ranks, waited_s = sorted(self._pending.values()), time.monotonic() - self._started
+        ranks = sorted(self._pending.values())
+        waited_s = time.monotonic() - self._started
         return WorkerTimeout(
             ", ".join(self._labels[rank] for rank in ranks),
             f"{self._task} was still out on rank(s) {ranks} after {waited_s:.1f} s. Where a worker is stuck is in the "
@@ -131,5 +137,6 @@ class RayFuture(Future):
         now = time.monotonic()
         if now >= self._next_heartbeat and self._is_out():
             self._next_heartbeat = now + self._heartbeat_s
-            waited, ranks = now - self._started, sorted(self._pending.values())
+            waited = now - self._started
+            ranks = sorted(self._pending.values())
             print(f"lockstep: {self._task}: waited {waited:.0f} s, still out: rank(s) {ranks}", file=sys.stderr, flush=True)

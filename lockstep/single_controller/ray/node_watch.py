@@ -26,7 +26,8 @@ class NodeWatch:
     judged: it may be behind something that lets Ray through alone."""
 
     def __init__(self, nodes: Mapping[str, Address], clock: Callable[[], float] = time.monotonic) -> None:
-        self._nodes, self._clock = dict(nodes), clock
+        self._nodes = dict(nodes)
+        self._clock = clock
         self._silent: dict[str, float] = {}
         """For how many seconds each node was asked in vain."""
         self._asked = clock()
@@ -55,7 +56,8 @@ class NodeWatch:
         took = connect_all(self._nodes, _EVERY_S)
         now = self._clock()
         # What is longer than a pause and an ask is time in which this process did not run: it was stopped, or its machine was.
-        passed, self._asked = min(now - self._asked, 2 * _EVERY_S), now
+        passed = min(now - self._asked, 2 * _EVERY_S)
+        self._asked = now
         asked = took.keys() | self._silent.keys()
         self._silent = {node: 0.0 if node in took else self._silent[node] + passed for node in asked}
         for node, seconds in took.items():
@@ -73,9 +75,11 @@ class NodeWatch:
 
 def connect_all(nodes: Mapping[str, Address], timeout_s: float) -> dict[str, float]:
     """Connect to all addresses at once, and hang up; returns the seconds that each took, of those that were there in time."""
-    started, took = time.monotonic(), dict[str, float]()
+    started = time.monotonic()
+    took = dict[str, float]()
     with contextlib.ExitStack() as stack:
-        poll, waiting = select.poll(), dict[int, tuple[str, socket.socket]]()
+        poll = select.poll()
+        waiting = dict[int, tuple[str, socket.socket]]()
         for node, (host, port) in nodes.items():
             try:
                 family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

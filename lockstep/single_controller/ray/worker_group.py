@@ -88,7 +88,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _watch_nodes(self, placement: list[str], nodes: dict[str, dict[str, Any]]) -> None:
         """From now on, know when one of the group's other machines cannot be reached."""
-        here, self._placed = self._ray.get_runtime_context().get_node_id(), placement
+        here = self._ray.get_runtime_context().get_node_id()
+        self._placed = placement
         away = {node: (nodes[node]["NodeManagerAddress"], nodes[node]["NodeManagerPort"]) for node in placement if node != here}
         if away:
             self._watch = NodeWatch(away)
@@ -203,7 +204,8 @@ class RayWorkerGroup(WorkerGroup):
             self._watch.stop()
         for actor in self._actors:
             self._ray.kill(actor, no_restart=True)
-        actors, self._actors = self._actors, []
+        actors = self._actors
+        self._actors = []
         if actors:
             self._ray.wait([actor.label.remote() for actor in actors], num_returns=len(actors), timeout=_GOODBYE_S)
 
