@@ -177,12 +177,11 @@ MODULES: dict[str, dict[str, str]] = {
 
 _INSTEAD = {
     "a model learns in lockstep.workers.engine and generates in lockstep.workers.rollout": (
-        "workers.actor workers.actor.dp_actor workers.actor.megatron_actor workers.critic workers.critic.dp_critic"
-        " workers.rollout.vllm_rollout workers.sharding_manager utils.fsdp_utils utils.megatron_utils utils.ulysses"
+        "workers.actor workers.critic workers.rollout.vllm_rollout workers.sharding_manager"
+        " utils.fsdp_utils utils.megatron_utils utils.ulysses"
     ),
     "tools are functions (agent.tools), loops and interactions are a lockstep.agents.Environment: docs/agents.md": (
-        "tools.base_tool tools.schemas tools.function_tool tools.utils.tool_registry interactions.base"
-        " experimental.agent_loop experimental.agent_loop.agent_loop experimental.agent_loop.tool_agent_loop"
+        "tools.base_tool tools.schemas tools.function_tool tools.utils interactions experimental.agent_loop"
     ),
 }
 """What replaces verl's modules that have no counterpart."""
@@ -191,19 +190,32 @@ _INSTEAD = {
 class _Module(ModuleType):
     """A module of verl's. Its names are looked up when they are first used."""
 
-    def __init__(self, name: str, names: dict[str, str], instead: str) -> None:
+    def __init__(self, name: str, names: dict[str, str]) -> None:
         super().__init__(name, f"verl's names, which are elsewhere in Lockstep ({OURS}.names).")
+        self.__path__: list[str] = []
         self.__names = names
-        self.__instead = instead
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__names:
-            found = _find(self.__names[name])
-            setattr(self, name, found)
-            return found
-        if name.startswith("__"):
+        if name not in self.__names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise ImportError(f"cannot import name {name!r} from {self.__name__!r}: {self.__instead}")
+        found = _find(self.__names[name])
+        setattr(self, name, found)
+        return found
+
+
+class _Explain:
+    """A finder that finds nothing: it comes last, and says what replaces a module or a name of verl's."""
+
+    def find_spec(self, full_name: str, path: Any = None, target: Any = None) -> None:
+        """Raise ImportError for a module without a counterpart, and for what is missing in one of verl's modules."""
+        for instead, paths in _INSTEAD.items():
+            if full_name.removeprefix("lockstep.") in paths.split():
+                raise ImportError(f"{full_name} has no counterpart: {instead}", name=full_name)
+        parent, _, name = full_name.rpartition(".")
+        if isinstance(sys.modules.get(parent), _Module):
+            raise ImportError(
+                f"cannot import name {name!r} from {parent!r}: it has no counterpart (docs/from_verl.md)", name=full_name
+            )
 
 
 def _find(place: str) -> Any:
@@ -220,15 +232,9 @@ def add_names() -> None:
             if not hasattr(module, name):
                 setattr(module, name, _find(place))
     for path, names in MODULES.items():
-        _add_module(path, names, "verl's other names here have no counterpart (docs/from_verl.md)")
-    for instead, paths in _INSTEAD.items():
-        for path in paths.split():
-            _add_module(path, {}, instead)
-
-
-def _add_module(path: str, names: dict[str, str], instead: str) -> None:
-    full_name = f"lockstep.{path}"
-    parent, _, name = full_name.rpartition(".")
-    module = sys.modules[full_name] = _Module(full_name, names, instead)
-    if parent in sys.modules:
-        setattr(sys.modules[parent], name, module)
+        full_name = f"lockstep.{path}"
+        parent, _, name = full_name.rpartition(".")
+        sys.modules[full_name] = _Module(full_name, names)
+        if parent in sys.modules:
+            setattr(sys.modules[parent], name, sys.modules[full_name])
+    sys.meta_path.append(_Explain())

@@ -1,6 +1,7 @@
 """verl's import lines with the package renamed, and what the functions behind them give."""
 
 import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,7 @@ def test_the_command_of_the_docs_moves_a_recipe(tmp_path):
         ("from lockstep.tools.base_tool import BaseTool", "agent.tools"),
         ("from lockstep.workers.actor.dp_actor import DataParallelPPOActor", "lockstep.workers.engine"),
         ("from lockstep.utils.metric import Metric", "docs/from_verl.md"),
+        ("import lockstep.tools.utils.tool_registry", "agent.tools"),
     ],
 )
 def test_a_name_without_a_counterpart_says_what_replaces_it(line, said):
@@ -213,9 +215,14 @@ def test_a_reward_manager_of_ones_own_has_its_name():
 
 
 def test_what_is_nobodys_is_missing_as_ever():
-    for name in ("lockstep.nothing", "lockstep.utils.fs.nothing", "lockstep.trainer.ppo.nothing"):
+    for name in ("lockstep.nothing", "lockstep.trainer.ppo.nothing"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(name)
+    with pytest.raises(ImportError):
+        importlib.import_module("lockstep.utils.fs.nothing")
+    assert not hasattr(importlib.import_module("lockstep.utils.fs"), "nothing")
+    with pytest.raises(pickle.PicklingError):  # pickle looks for the name in every module
+        pickle.dumps(np.frompyfunc(abs, 1, 1))
     with pytest.raises(AttributeError):
         importlib.import_module("lockstep.data").nothing  # noqa: B018
 
