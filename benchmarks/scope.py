@@ -69,7 +69,7 @@ MOVED = {
     "workers/engine/fsdp/moments.py": ["workers/engine/fsdp/engine.py"],
     "workers/engine/moments.py": ["backends/torchtitan/engine.py", "backends/megatron/engine.py"],
     "workers/engine/saved.py": ["workers/engine/base.py", "workers/engine/checkpoint.py"],
-    "workers/engine/score.py": ["workers/engine/base.py", "workers/engine/fsdp/engine.py"],
+    "workers/training_worker.py": ["workers/engine/base.py", "workers/engine/fsdp/engine.py"],
     "generation/cpu/compiled.py": ["generation/cpu/kernels.py"],
     "generation/cpu/passes.py": [f"generation/cpu/{name}.py" for name in ("backend", "invariant", "paged")],
     "generation/cpu/prepacked.py": ["generation/cpu/linears.py"],
@@ -79,7 +79,7 @@ MOVED = {
     "generation/stream.py": ["generation/generation.py", "generation/engine.py"],
     "workers/rollout/request.py": ["workers/rollout/base.py"],
     "backends/vllm/stream.py": ["backends/vllm/engine.py"],
-    "workers/value_loss.py": ["workers/losses.py"],
+    "workers/losses.py": ["workers/losses.py"],
 }
 
 Definitions = dict[str, list[str]]

@@ -44,9 +44,8 @@ from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.run.memory import place_models
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
-from lockstep.workers.losses import make_policy_loss
-from lockstep.workers.preference_loss import make_preference_loss
-from lockstep.workers.sft_loss import make_sft_loss
+from lockstep.workers.losses import make_policy_loss, make_sft_loss
+from lockstep.workers.response_losses import make_preference_loss
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

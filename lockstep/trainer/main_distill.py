@@ -25,8 +25,8 @@ def opened(config: DistillConfig) -> Iterator[DistillTrainer]:
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.distill.distill_trainer import DistillTrainer
     from lockstep.utils.tokenizer import check_same_tokenizer
-    from lockstep.workers.distill_loss import make_distill_loss
-    from lockstep.workers.distill_worker import DistillWorker
+    from lockstep.workers.distill import DistillWorker
+    from lockstep.workers.losses import make_distill_loss
 
     config = fitted_to_models(config)
     teacher = config.policy().reference_model

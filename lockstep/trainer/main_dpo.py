@@ -23,7 +23,7 @@ def opened(config: DPOConfig) -> Iterator[DPOTrainer]:
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
-    from lockstep.workers.preference_loss import make_preference_loss
+    from lockstep.workers.response_losses import make_preference_loss
 
     config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length)

@@ -24,7 +24,7 @@ def opened(config: RewardTrainConfig) -> Iterator[RewardModelTrainer]:
     from lockstep.trainer.reward_model.reward_model_trainer import RewardModelTrainer
     from lockstep.utils.tokenizer import separate_padding
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
-    from lockstep.workers.reward_loss import make_reward_loss
+    from lockstep.workers.response_losses import make_reward_loss
 
     config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length, scores=True)

@@ -23,7 +23,7 @@ def opened(config: SFTConfig) -> Iterator[SFTTrainer]:
     from lockstep.config.stage import STAGE_KEYS
     from lockstep.trainer.sft.sft_trainer import SFTTrainer
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
-    from lockstep.workers.sft_loss import make_sft_loss
+    from lockstep.workers.losses import make_sft_loss
 
     config = fitted_to_models(config)
     check_stage_engine(config, config.data.max_length)

@@ -1,17 +1,21 @@
-"""Losses as the engines call them: an algorithm with the config's values, bound once; each mini-batch has denominators of its own."""
+"""Losses of tokens as engines call them: an algorithm with the config's values, bound once. Each mini-batch has its own denominators."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.advantages.scan import gae_returns
 from lockstep.algorithms.aggregation import Denominators, agg_loss
 from lockstep.algorithms.binding import read_loss
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.masking import masked_sum, zero_outside
 from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
+from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
 from lockstep.observability.metrics import Mean, Metric
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
@@ -113,3 +117,106 @@ def _largest(values: Tensor, mask: Tensor) -> Pending:
     """The largest value (none is below 0) over unmasked tokens; no metric where there are none."""
     largest = torch.where(mask, values.detach(), 0.0).max() if values.numel() else values.new_zeros(())
     return pending_max(largest, mask.sum())
+
+
+def make_value_loss(config: CriticConfig) -> Loss:
+    """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.values is not None
+        columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
+        metrics: Metrics = {"check/values": finite("values", outputs.values, mask, tokens)}
+        token_loss, token_metrics = clipped_value_loss(
+            vpreds=outputs.values,
+            values=columns["values"],
+            returns=columns["returns"],
+            response_mask=mask,
+            cliprange_value=config.cliprange_value,
+        )
+        loss = agg_loss(token_loss, mask, config.loss_agg_mode, denominators, tokens.rows)
+        metrics["critic/vf_loss"] = pending_sum(loss)
+        metrics["critic/vpred_mean"] = token_mean(outputs.values, mask)
+        metrics |= {f"critic/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
+        return loss, metrics
+
+    return loss_fn
+
+
+class FreshLoss(Protocol):
+    """An engine's LossFn once the first two arguments and a mini-batch's denominators are given."""
+
+    def __call__(
+        self,
+        seen: list[Tensor],
+        discounts: tuple[float, float],
+        outputs: TokenOutputs,
+        tokens: TokenRows,
+        denominators: Denominators,
+    ) -> tuple[Tensor, Metrics]: ...
+
+
+def make_fresh_value_loss(value_loss: Loss) -> FreshLoss:
+    """`value_loss` for rows that were not valued before: what the critic says now is both its old values and what returns are made of,
+    by GAE with gamma and lam (`discounts`). Reads the columns response_mask and token_level_rewards. The values are added to `seen`."""
+
+    def loss_fn(
+        seen: list[Tensor], discounts: tuple[float, float], outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        assert outputs.values is not None
+        values, columns = outputs.values.detach(), tokens.columns
+        seen.append(values)
+        returns = gae_returns(columns["token_level_rewards"], values, columns["response_mask"].bool(), tokens.rows, *discounts)
+        return value_loss(outputs, replace(tokens, columns=columns | {"values": values, "returns": returns}), denominators)
+
+    return loss_fn
+
+
+def make_sft_loss(name: str) -> Loss:
+    """The negative log-likelihood of the trained tokens, its mean over the mini-batch. Reads the column response_mask.
+
+    The metrics, under `name`: nll; token_accuracy, the share of tokens that are the most likely one; entropy.
+    """
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        log_probs, entropy, top = outputs.log_probs, outputs.entropy, outputs.top_log_probs
+        assert log_probs is not None
+        assert entropy is not None
+        assert top is not None
+        mask = tokens.columns["response_mask"].bool()
+        return agg_loss(-log_probs, mask, "token-mean", denominators, tokens.rows), {
+            "check/log_probs": finite("log-probs", log_probs, mask, tokens),
+            f"{name}/nll": token_mean(-log_probs, mask),
+            f"{name}/token_accuracy": token_mean((log_probs >= top).float(), mask),
+            f"{name}/entropy": token_mean(entropy, mask),
+        }
+
+    loss_fn.by_token = True  # type: ignore[attr-defined]
+    return loss_fn
+
+
+def make_distill_loss(name: str) -> Loss:
+    """The divergence from the teacher, its mean over the trained tokens of the mini-batch. Reads the columns response_mask and, of each
+    row, is_given.
+
+    The metrics, under `name`: kl, the divergence; agreement, the share of tokens where both have the same most likely one; of given rows
+    alone nll and token_accuracy.
+    """
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        log_probs, divergence, total = outputs.log_probs, outputs.divergence, outputs.divergence_sum
+        assert log_probs is not None
+        assert divergence is not None
+        assert total is not None
+        assert outputs.top_log_probs is not None
+        assert outputs.agreement is not None
+        mask = tokens.columns["response_mask"].bool()
+        given = mask & tokens.rows.spread(tokens.row_columns["is_given"]).bool()
+        return total / max(denominators.tokens, 1), {
+            "check/divergence": finite("divergence", divergence, mask, tokens),
+            f"{name}/kl": token_mean(divergence, mask),
+            f"{name}/agreement": token_mean(outputs.agreement, mask),
+            f"{name}/nll": token_mean(-log_probs, given),
+            f"{name}/token_accuracy": token_mean((log_probs >= outputs.top_log_probs).float(), given),
+        }
+
+    return loss_fn

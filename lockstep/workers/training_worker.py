@@ -14,7 +14,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.data.scored_text import ScoredText
 from lockstep.models.load import Head
-from lockstep.models.packing import Budget
+from lockstep.models.packing import Budget, cut_into_micro_batches, pack_sequences
 from lockstep.observability.metrics import Metric
 from lockstep.planner import (
     Load,
@@ -30,23 +30,23 @@ from lockstep.planner import (
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.engine.optim import update_metrics
+from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.micro_batches import LazySequence, join_rows
 from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.score import score_rows
-from lockstep.workers.engine.skip import update_or_skip
 from lockstep.workers.engine.spec import EngineSpec
-from lockstep.workers.engine.warm_up import WARMED, warm_update
-from lockstep.workers.model_worker import ModelWorker
-from lockstep.workers.value_loss import make_fresh_value_loss, make_value_loss
+from lockstep.workers.losses import make_fresh_value_loss, make_value_loss
+from lockstep.workers.model_worker import ModelWorker, update_metrics, update_or_skip
 
 _CRITIC_KEY = "critic.ppo_max_token_len_per_gpu"
 
 
 class TrainingWorker(ModelWorker):
-    """The critic (role "critic") or the reward model (role "rm"). Subclass it for a reward model of another layout; one that loads
-    something else than `config.model` also replaces `memory_needs` (None: it is left out of the plan)."""
+    """The critic (role "critic") or the reward model (role "rm").
+
+    Subclass it for a reward model of another layout. A subclass that does not load `config.model` also replaces `memory_needs` (None: it is
+    left out of the memory plan).
+    """
 
     engine: TrainEngine
     """From `init_model` on."""
@@ -57,14 +57,17 @@ class TrainingWorker(ModelWorker):
         super().__init__()
         if role not in ("critic", "rm"):
             raise ValueError(f"role={role!r} is not known; choose critic or rm")
-        self.config, self.role, self.seed, self.total_updates = config, role, seed, total_updates
+        self.config = config
+        self.role = role
+        self.seed = seed
+        self.total_updates = total_updates
         if isinstance(config, CriticConfig):
             self._value_loss = make_value_loss(config)
             self._fresh_loss = make_fresh_value_loss(self._value_loss)
 
     @property
     def budget(self) -> Budget:
-        """What is computed at once."""
+        """The size of micro-batches."""
         config = self.config
         rows = config.ppo_micro_batch_size_per_gpu if isinstance(config, CriticConfig) else config.micro_batch_size_per_gpu
         return Budget(config.max_tokens, rows)
@@ -76,20 +79,21 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def place_models(self, plans: Mapping[str, MemoryPlan]) -> None:
-        """Make `init_model` do what was decided for the model that `memory_needs` named."""
+        """Let `init_model` follow the plan for the model that `memory_needs` named."""
         (plan,) = plans.values()
         self.config = place_training(self.config, plan)
 
     @register(Dispatch.ONE_TO_ALL)
     def settle(self, load: Load, numbers: RolloutNumbers) -> Numbers:
-        """Take numbers for the keys that are auto; returns those that were taken."""
+        """Choose numbers for the keys that are auto. Return the chosen numbers."""
         self.config, chosen = settle_training(self.config, load)
         return chosen
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the value model (token classification, one label) or the reward model (sequence classification) with its tokenizer."""
-        config, budget = self.config, self.budget
+        config = self.config
+        budget = self.budget
         spec = functools.partial(
             EngineSpec, model=config.model, total_updates=self.total_updates, device=self.device, seed=self.seed
         )
@@ -104,7 +108,9 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def warm_up(self) -> None:
-        """Compile what the critic will compute (engine/warm_up.py). Nothing that it computes changes."""
+        """Compile what the critic will compute. No result changes."""
+        from lockstep.workers.warm_up import WARMED, warm_update
+
         if isinstance(self.config, CriticConfig) and self.config.strategy in WARMED:
             with self.memory.stage("warm_up", (), None, _CRITIC_KEY):
                 warm_update(self.engine, learns=True, temperature=1.0)
@@ -117,29 +123,33 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        """One optimizer step on this rank's share of a mini-batch; `denominators` hold for the whole of it."""
-        return self._update(mini_batch, functools.partial(self._value_loss, denominators=denominators))
+        """Make one optimizer step on this rank's share of a mini-batch; `denominators` count the whole mini-batch. Return its metrics."""
+        return self._update_critic(mini_batch, functools.partial(self._value_loss, denominators=denominators))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def learn_values(self, batch: DataProto, denominators: Denominators, discounts: tuple[float, float]) -> DataProto:
-        """`update_critic` for a batch that has token_level_rewards, but neither values nor returns: the update's own forward pass gives
-        both. Writes values, as they were before the step; the metrics are in meta_info."""
+        """`update_critic` for a batch with token_level_rewards, but without values and returns: the update's own forward pass gives both.
+
+        Writes values, as they were before the step; the metrics are in meta_info.
+        """
         assert self.engine.model_group is None, "the rows of other ranks would be among the values"
         seen: list[Tensor] = []
-        metrics = self._update(batch, functools.partial(self._fresh_loss, seen, discounts, denominators=denominators))
+        metrics = self._update_critic(batch, functools.partial(self._fresh_loss, seen, discounts, denominators=denominators))
         values = torch.cat(seen).cpu() if seen else torch.empty(0)
         return DataProto.from_dict({"values": batch.ragged("responses").like(values)}, meta_info={"metrics": metrics})
 
-    def _update(self, mini_batch: DataProto, loss_fn: LossFn) -> dict[str, Metric]:
-        engine, budget = self.engine, self.budget
+    def _update_critic(self, mini_batch: DataProto, loss: LossFn) -> dict[str, Metric]:
+        stage = self.memory.stage("update_critic", mini_batch.token_counts().tolist(), self.budget, _CRITIC_KEY)
         started = time.perf_counter()
-        with self.memory.stage("update_critic", mini_batch.token_counts().tolist(), budget, _CRITIC_KEY), engine.on_device():
-            work = (mini_batch, loss_fn, budget)
+        result: OptimResult | None
+        with stage, self.engine.on_device():
             if self.skips_nonfinite:
-                metrics, result = update_or_skip(engine, work, "critic")
+                metrics, result = update_or_skip(self.engine, "critic", mini_batch, loss, self.budget, 1.0, False)
             else:
-                metrics, result = engine.forward_backward(*work), engine.optim_step()
-        return metrics | update_metrics("critic", engine, mini_batch, result, started) | self.memory.take_peaks()
+                metrics = self.engine.forward_backward(mini_batch, loss, self.budget)
+                result = self.engine.optim_step()
+        metrics |= update_metrics("critic", self.engine, mini_batch, result, started)
+        return metrics | self.memory.take_peaks()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -155,7 +165,7 @@ class TrainingWorker(ModelWorker):
         return DataProto.from_dict({"rm_scores": on_last_token(scores, data.ragged("responses"))})
 
     def render(self, prompt: str | list[dict[str, str]], response: str) -> list[int]:
-        """The token ids that the reward model judges, those that `lockstep reward-model` trains it on."""
+        """Return the token ids that the reward model judges, as `lockstep reward-model` trains it on them."""
         return self._text.ids(prompt, response)
 
     @property
@@ -169,9 +179,26 @@ class TrainingWorker(ModelWorker):
 
 
 def on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
-    """A column like `responses` that is 0 everywhere except for `scores` [rows] on each row's last token."""
+    """Return a column like `responses` that has `scores` [rows] on each row's last token and 0 elsewhere."""
     column = torch.zeros(len(responses.values), dtype=torch.float32)
     filled = responses.lengths > 0
     last = torch.cumsum(responses.lengths, 0) - 1
     column[last[filled]] = scores.float()[filled]
     return responses.like(column)
+
+
+@torch.no_grad()
+def score_rows(engine: TrainEngine, rows: Ragged, budget: Budget, pad_token_id: int) -> Tensor:
+    """Return one score for each row of token ids, [rows], read where transformers reads it."""
+    engine.module.eval()
+    data, own = join_rows(DataProto.from_dict({"rows": rows}), engine.model_group)
+    rows = data.ragged("rows")
+    batches = engine.equal_counts(cut_into_micro_batches(rows.lengths.tolist(), budget.times(engine.token_ranks)))
+    packs = LazySequence(
+        len(batches),
+        lambda n: pack_sequences(rows.select(torch.tensor(batches[n], dtype=torch.int64)), pad_token_id, engine.device),
+    )
+    with engine.on_device():
+        found = zip(packs, engine.columns(packs, 1.0), strict=True)
+        scores = [out["scores"] for packed, out in found if not packed.is_placeholder]
+    return torch.cat(scores).cpu()[list(own)] if scores else torch.empty(0)

@@ -24,8 +24,7 @@ from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.engine.base import LossFn, TrainEngine
-from lockstep.workers.losses import make_policy_loss
-from lockstep.workers.value_loss import make_value_loss
+from lockstep.workers.losses import make_policy_loss, make_value_loss
 
 COLUMN_ATOL = 5e-6
 """Log-probs, entropies, values, scores."""

@@ -18,8 +18,8 @@ from lockstep.models.chunked_kl import Divergence
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.distill_loss import make_distill_loss
-from lockstep.workers.engine.teacher import set_teacher
+from lockstep.workers.distill import set_teacher
+from lockstep.workers.losses import make_distill_loss
 
 KIND = Divergence(0.3, 0.8, None)
 

@@ -55,8 +55,8 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.checkpoint import MOMENTS
-from lockstep.workers.engine.score import score_rows
 from lockstep.workers.losses import make_policy_loss
+from lockstep.workers.training_worker import score_rows
 from lockstep.workers.weight_sync.source import SharedWeights
 
 LM, VALUE, SCORE = Head.LANGUAGE_MODEL, Head.VALUE, Head.SCORE

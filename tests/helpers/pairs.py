@@ -16,7 +16,7 @@ from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.dispatch import share_rows
-from lockstep.workers.preference_loss import make_preference_loss
+from lockstep.workers.response_losses import make_preference_loss
 
 BETA, NLL_COEF = 0.3, 0.2
 WHOLE = Budget(10_000)

@@ -17,7 +17,7 @@ from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
-from lockstep.workers.preference_loss import make_preference_loss
+from lockstep.workers.response_losses import make_preference_loss
 
 
 def make_preferences(folder: Path, pairs: int = 16) -> None:

@@ -16,7 +16,7 @@ from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base.dispatch import share_rows
-from lockstep.workers.reward_loss import make_reward_loss
+from lockstep.workers.response_losses import make_reward_loss
 
 COEFFICIENT = 0.1
 

@@ -27,7 +27,7 @@ from helpers.engines import TOTAL_UPDATES
 from lockstep.config.engine import OptimConfig
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
-from lockstep.workers.sft_loss import make_sft_loss
+from lockstep.workers.losses import make_sft_loss
 
 
 def reference_sft(path: str) -> tuple[Any, list[dict[str, float]]]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-IMPORTED = ("lockstep.workers.engine_workers", "lockstep.workers.distill_worker")
+IMPORTED = ("lockstep.workers.engine_workers", "lockstep.workers.distill")
 """What every worker imports. Nothing that draws a number or starts a thread: a fork would share it, or lack it. Nor Ray, which reads its
 settings, the token of the cluster among them, from the environment when it is imported."""
 

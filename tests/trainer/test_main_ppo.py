@@ -44,7 +44,7 @@ def no_model_is_loaded(monkeypatch):
     def loaded(*args, **kwargs):
         pytest.fail("a model was loaded before the input was checked")
 
-    for name in ("engine.spec.load_model", "engine.spec.load_on_meta", "policy.rollout.load_model"):
+    for name in ("engine.spec.load_model", "engine.spec.load_on_meta", "policy.load_model"):
         monkeypatch.setattr(f"lockstep.workers.{name}", loaded)
 
 

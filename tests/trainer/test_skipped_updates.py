@@ -18,8 +18,8 @@ from torch import Tensor
 from lockstep.errors import NumericalError
 from lockstep.trainer import main_sft
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.skip import update_or_skip
-from lockstep.workers.sft_loss import make_sft_loss
+from lockstep.workers.losses import make_sft_loss
+from lockstep.workers.model_worker import update_or_skip
 
 
 def spoilt(*arguments: Any, rows: Any, by: float) -> Any:
@@ -39,7 +39,7 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path, l
             if number != left_out:
                 loss = partial(spoilt, rows=rows, by=math.inf if number == bad and engine.rank == 1 else 0.0)
                 mine = batch_of(share(rows, 0, engine.rank, engine.world_size))
-                _, result = update_or_skip(engine, (mine, loss, TWO_MICRO_BATCHES), "train")
+                _, result = update_or_skip(engine, "train", mine, loss, TWO_MICRO_BATCHES, 1.0, False)
                 done.append(result is not None)
         return done, weights_of(engine)
 

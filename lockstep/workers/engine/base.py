@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,14 +42,18 @@ from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.saved import SavedEngine
 from lockstep.workers.engine.spec import EngineSpec
 
-if TYPE_CHECKING:
-    from lockstep.workers.engine.teacher import Teacher
-
 __all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
 
 LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
 """What a language model says about each token, in the order of `chunked_log_probs`."""
+
+
+class Comparison(Protocol):
+    """A comparison of a student with another model."""
+
+    def columns(self, student: TrainEngine, packed: PackedRows) -> dict[str, Tensor]:
+        """Return the columns of TokenOutputs that compare the two on a micro-batch."""
 
 
 class TrainEngine(SavedEngine):
@@ -83,8 +87,8 @@ class TrainEngine(SavedEngine):
     """Whether export_weights makes new tensors even on one rank."""
     constant: frozenset[str] = frozenset()
     """Names in `decoder` of weights that no update changes: what adapters lie beside."""
-    teacher: Teacher | None = None
-    """What the columns compare this model with, where it is a student."""
+    teacher: Comparison | None = None
+    """Computes the columns of a student, which compare it with its teacher (workers/distill.py)."""
     trains_in_training_mode: bool = False
     """Whether backward passes set the module to training mode. Models of transformers train in evaluation mode (models/load.py)."""
     reports: bool = True

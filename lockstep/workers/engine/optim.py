@@ -4,7 +4,6 @@ check of the gradient, and torch's AdamW with the place of its state."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import OptimConfig
 from lockstep.errors import NumericalError
-from lockstep.models.flops import peak_flops
-from lockstep.observability.metrics import Mean, Metric
-from lockstep.protocol import DataProto
 
 if TYPE_CHECKING:
-    from lockstep.workers.engine.base import TrainEngine
+    pass
 
 
 @dataclass(frozen=True)
@@ -61,30 +57,6 @@ class Updates:
         clear()
         self.done += 1
         return OptimResult(grad_norm=norm, lr=lr)
-
-
-def update_metrics(
-    prefix: str, engine: TrainEngine, mini_batch: DataProto, result: OptimResult | None, started: float
-) -> dict[str, Metric]:
-    """Norm of the gradient, learning rate, tokens per second of one device since `started` (time.perf_counter), and on a GPU whose peak is
-    known the share of it that was used (MFU); nothing without a `result`. Waits for the GPU."""
-    if result is None:
-        return {}
-    on_gpu = engine.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(engine.device)
-    seconds = time.perf_counter() - started
-    counts = mini_batch.token_counts()
-    metrics: dict[str, Metric] = {
-        f"{prefix}/grad_norm": Mean(result.grad_norm),
-        f"{prefix}/lr": Mean(result.lr),
-        f"perf/tokens_per_s/{prefix}": Mean(float(counts.sum()), seconds),
-    }
-    peak = peak_flops(torch.cuda.get_device_name(engine.device)) if on_gpu and engine.dtype == torch.bfloat16 else None
-    if peak is not None:
-        flops = engine.cost.training(counts.tolist(), len(mini_batch.ragged("responses").values))
-        metrics[f"perf/model_mfu/{prefix}"] = Mean(flops, seconds * peak)
-    return metrics
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

@@ -1,1 +1,1 @@
-"""Rollout engines: the interface (`base.py`, `request.py`, `stream.py`), the table (`registry.py`), and transformers' generate (`hf.py`)."""
+"""Rollout engines: the interface (`base.py`, `request.py`, `stream.py`), the table (`registry.py`), and `hf.py` (transformers)."""

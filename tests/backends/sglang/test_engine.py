@@ -164,7 +164,7 @@ def test_ppo_trains_with_it(embedded_config, monkeypatch: pytest.MonkeyPatch) ->
     """Generation follows the updates: the sampler's log-probs stay those of the trainer, in the third step as in the first."""
     serve_with(monkeypatch)
     monkeypatch.setattr(registry, "check_installed", lambda name: None)
-    monkeypatch.setattr("lockstep.workers.policy.rollout.check_installed", lambda name: None)
+    monkeypatch.setattr("lockstep.workers.policy.check_installed", lambda name: None)
     more = ["trainer.total_training_steps=3", "trainer.val_before_train=false", "data.train_batch_size=4"]
     rollout = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.exactness_bound=0"]
     metrics = train(embedded_config(*more, *rollout), {"p": [1]}, roles("ActorRollout", "Critic", "RefPolicy", pool="p"))

@@ -19,8 +19,8 @@ from lockstep.single_controller.base import Dispatch, register
 from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.memory_watch import MemoryWatch
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from lockstep.workers.model_worker import MemoryWatch
 
 POOL = {"global_pool": [1]}
 HYBRID = roles("ActorRollout", "Critic", "RefPolicy")

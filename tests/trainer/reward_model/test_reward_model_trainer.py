@@ -25,7 +25,7 @@ from lockstep.trainer import main_reward_model
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers import training_worker
 from lockstep.workers.engine.base import TrainEngine
-from lockstep.workers.engine.score import score_rows
+from lockstep.workers.training_worker import score_rows
 
 
 def write_pairs(path: Path, count: int, seed: int, **more: Any) -> Path:

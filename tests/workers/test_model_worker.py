@@ -4,7 +4,7 @@ import torch
 from lockstep.errors import ResourceError
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import values
-from lockstep.workers.engine.memory_watch import MemoryWatch
+from lockstep.workers.model_worker import MemoryWatch
 
 CPU = torch.device("cpu")
 

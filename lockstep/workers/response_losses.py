@@ -1,8 +1,8 @@
-"""A preference loss as the engines call it: log-probs of tokens become those of whole responses.
+"""Losses of whole responses as engines call them: preferences, and the scores of a reward model.
 
-The engine calls a loss on chunks of whole rows, and never separates rows of one unit (`DataProto.units`): a pair is a unit, so its two
-rows are in one chunk. Nothing else is needed for a loss that couples rows, and logits are still made once, a chunk at a time. A pair with
-more tokens than may have logits at once takes the way of any such row: log-probs first, and their logits once more in the backward pass.
+The engine calls a loss on chunks of whole rows, and never separates the rows of one unit (`DataProto.units`): a pair is a unit, so its two
+rows are in one chunk. Logits are still made once, a chunk at a time. A pair with more tokens than may have logits at once is computed like
+any such row: log-probs first, and their logits once more in the backward pass.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,11 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.masking import masked_sum, zero_outside
 from lockstep.algorithms.preference_losses import NLL_COEF, bind_preference_loss, get_preference_loss, takes_pairs
+from lockstep.algorithms.reward_loss import bradley_terry
+from lockstep.algorithms.rows import Rows
 from lockstep.utils.files import load_reference
 from lockstep.workers.engine.base import TokenOutputs, TokenRows
-from lockstep.workers.engine.pending import Pending, all_finite, pending_mean
+from lockstep.workers.engine.pending import Pending, all_finite, pending_mean, pending_sum
 from lockstep.workers.losses import Loss, Metrics
 
 
@@ -69,3 +71,37 @@ def _accuracy(rewards: Tensor, is_chosen: Tensor, has_pairs: bool) -> Pending:
     ahead = rewards[:, 0] - rewards[:, 1] if has_pairs else torch.where(is_chosen, rewards, -rewards)
     right = (ahead.sign() + 1) / 2
     return pending_mean(right.sum(), torch.ones_like(right).sum())
+
+
+NUM_BINS = 10
+
+
+def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
+    """Bradley and Terry's loss as a mean over the pairs of the mini-batch. `name` stands before the names of the metrics.
+
+    The rows are chosen and rejected in turn. Reads the row's column margin. Reading the metrics raises NumericalError, naming dataset
+    rows, when a score is not finite. NAME/bin/i are for the calibration: with the confidence sigmoid(|r+ - r-|), from 0.5 to 1 in
+    NUM_BINS equal bins, the sum over the pairs in bin i of the confidence less 1 if the larger score is the chosen one's.
+    """
+
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+        assert outputs.scores is not None
+        chosen, rejected = outputs.scores.unflatten(0, (-1, 2)).unbind(-1)
+        loss = bradley_terry(chosen, rejected, tokens.row_columns["margin"][::2], center_rewards_coefficient)
+        ahead = (chosen - rejected).detach()
+        right, count = (ahead.sign() + 1) / 2, torch.ones_like(ahead).sum()
+        confidence = ahead.abs().sigmoid()
+        bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
+        excess = torch.zeros(NUM_BINS, device=bins.device).index_add_(0, bins, confidence - right)
+        one_each = Rows(torch.ones_like(tokens.rows.lengths), tokens.rows.device)
+        return loss.sum() / max(denominators.sequences // 2, 1), {
+            "check/scores": all_finite("scores", outputs.scores, one_each, tokens.indices),
+            f"{name}/loss": pending_mean(loss.sum(), count),
+            f"{name}/accuracy": pending_mean(right.sum(), count),
+            f"{name}/margin": pending_mean(ahead.sum(), count),
+            f"{name}/chosen_score": pending_mean(chosen.sum(), count),
+            f"{name}/rejected_score": pending_mean(rejected.sum(), count),
+            **{f"{name}/bin/{i}": pending_sum(excess[i]) for i in range(NUM_BINS)},
+        }
+
+    return loss_fn

@@ -10,7 +10,7 @@ from helpers.distill import KIND, assert_a_student_learns_as_in_plain_pytorch
 from helpers.engine_properties import TIED, Layout
 
 from lockstep.errors import ConfigError
-from lockstep.workers.engine.teacher import set_teacher
+from lockstep.workers.distill import set_teacher
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.models.load import Head
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.warm_up import PROMPT, RESPONSE, ROWS, warm_update
+from lockstep.workers.warm_up import PROMPT, RESPONSE, ROWS, warm_update
 
 
 @pytest.mark.parametrize("head", [Head.LANGUAGE_MODEL, Head.VALUE])

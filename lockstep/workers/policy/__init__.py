@@ -1,1 +1,0 @@
-"""The parts that an ActorRolloutRefWorker is composed of: the actor, the rollout and the reference."""
