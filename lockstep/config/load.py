@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from lockstep.config import follow
-from lockstep.config.first_run import ORIGIN, first_run_on_cpu, is_first_run
+from lockstep.config.first_run import ORIGIN, first_run_on_cpu, first_stage_on_cpu, is_first_run
 from lockstep.config.overrides import parse_override
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
@@ -101,9 +101,10 @@ def read_layers(
     user.append(Layer("command line", given, tuple(named), by_user=True))
     set_by_user = {key for layer in user for key in layer.keys}
     presets = _presets(algorithm, set_by_user) if root is PPOConfig else []
-    is_small = root is PPOConfig and device_of is not None and is_first_run(set_by_user)
+    is_small = device_of is not None and is_first_run(set_by_user, root.command)  # type: ignore[attr-defined]
     if is_small and device_of(_compose(root, user).trainer.device) == "cpu":  # type: ignore[misc]
-        values = first_run_on_cpu(algorithm)
+        is_ppo = root is PPOConfig
+        values = first_run_on_cpu(algorithm) if is_ppo else first_stage_on_cpu(root.command, set_by_user)  # type: ignore[attr-defined]
         presets.append(Layer(ORIGIN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
     followed = follow.sizes_that_follow(_compose(root, presets + user), set_by_user)
     if followed:

@@ -44,6 +44,8 @@ class FilesConfig:
     """The longest row, in tokens."""
     truncation: str = "error"
     """What happens to a longer row: error, left (keep the end), right (keep the start), middle (keep both ends)."""
+    filter_overlong_rows: bool = False
+    """Leave out rows that do not fit into max_length, cut by truncation where that is set, and say how many."""
     train_batch_size: int = 64
     """Rows a step, which is one update."""
     shuffle: bool = True

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
 from lockstep.data.text_sizes import row_sizes
-from lockstep.data.token_rows import TokenRow, columns, fit, too_long, up_to_last_trained
+from lockstep.data.token_rows import TokenRow, TooLong, columns, fit, up_to_last_trained
 from lockstep.data.training_rows import FileRow, TrainingRows
 from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
@@ -125,14 +125,15 @@ class PairDataset(TrainingRows):
         if longest <= self._max_length:
             return rows
         if self._truncation == "error":
-            raise too_long(longest, self._max_length)
+            raise TooLong.of(longest, self._max_length)
         if self._truncation == "right":
             return [fit(row, self._max_length, "right") for row in rows]
         num_cut = longest - self._max_length
         if num_cut >= num_prompt:
-            raise DataError(
+            raise TooLong(
                 f"data.truncation={self._truncation} cuts the prompt, but without it the longest response has "
-                f"{longest - num_prompt} tokens, and data.max_length is {self._max_length}"
+                f"{longest - num_prompt} tokens, and data.max_length is {self._max_length}",
+                longest - num_prompt + 1,
             )
         kept = truncate(list(range(num_prompt)), num_prompt - num_cut, self._truncation)
         return [row.select([*kept, *range(num_prompt, len(row))]) for row in rows]

@@ -11,7 +11,7 @@ from lockstep.data.row_files import RowFiles, Values
 
 
 def row_sizes(files: RowFiles, columns: Sequence[str]) -> np.ndarray:
-    """Bytes or characters of text in these columns of each row; a file without one of them has none in it."""
+    """Bytes of text in these columns of each row; a file without one of them has none in it."""
     total = np.zeros(len(files), dtype=np.int64)
     for column in columns:
         for start, values in files.batches(column, missing_ok=True):
@@ -20,7 +20,7 @@ def row_sizes(files: RowFiles, columns: Sequence[str]) -> np.ndarray:
 
 
 def text_sizes(values: Values) -> np.ndarray:
-    """Bytes (Arrow) or characters (Python objects) of all text in each value, however deep."""
+    """Bytes of all text in each value, however deep."""
     if not isinstance(values, pa.Array):
         return np.array([_text_size(value) for value in values], dtype=np.int64)
     kind = values.type
@@ -37,5 +37,5 @@ def text_sizes(values: Values) -> np.ndarray:
 
 def _text_size(value: Any) -> int:
     if isinstance(value, str):
-        return len(value)
+        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
     return sum(map(_text_size, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))

@@ -126,6 +126,23 @@ class SpanTokenizer:
         return TokenRow(row.text, *(np.append(array, value) for array, value in zip(arrays, added, strict=True)))
 
 
+class TooLong(DataError):
+    """A row does not fit into data.max_length; `needed` is a length with which it does."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+    @classmethod
+    def of(cls, length: int, max_length: int) -> TooLong:
+        """The error about a row of so many tokens, which is not to be cut."""
+        return cls(
+            f"the row has {length} tokens up to its last trained one, more than data.max_length={max_length}; raise it, set "
+            "data.truncation to left, right or middle, or leave such rows out with data.filter_overlong_rows=true",
+            length,
+        )
+
+
 def up_to_last_trained(row: TokenRow) -> TokenRow:
     """Without the tokens after the last trained one, which change nothing. Raises DataError when no token is trained."""
     if not row.trained[1:].any():
@@ -134,23 +151,15 @@ def up_to_last_trained(row: TokenRow) -> TokenRow:
 
 
 def fit(row: TokenRow, max_length: int, truncation: str) -> TokenRow:
-    """The row in at most `max_length` tokens. Raises DataError when it is longer and `truncation` is "error", or leaves nothing trained."""
+    """The row in at most `max_length` tokens. Raises TooLong when it is longer and `truncation` is "error", or leaves nothing trained."""
     if len(row) <= max_length:
         return row
     if truncation == "error":
-        raise too_long(len(row), max_length)
+        raise TooLong.of(len(row), max_length)
     cut = row.select(truncate(list(range(len(row))), max_length, truncation))
     if not cut.trained[1:].any():
-        raise DataError(f"data.truncation={truncation} to {max_length} of {len(row)} tokens leaves nothing that is trained")
+        raise TooLong(f"data.truncation={truncation} to {max_length} of {len(row)} tokens leaves nothing that is trained", len(row))
     return up_to_last_trained(cut)
-
-
-def too_long(length: int, max_length: int) -> DataError:
-    """The error about a row of so many tokens."""
-    return DataError(
-        f"the row has {length} tokens up to its last trained one, more than data.max_length={max_length}; raise it, or set "
-        "data.truncation to left, right or middle"
-    )
 
 
 def columns(rows: Sequence[TokenRow], cuts: Sequence[int]) -> dict[str, Column]:

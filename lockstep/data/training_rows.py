@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,8 @@ from lockstep.data.prompt_checks import choose_rows
 from lockstep.data.rl_dataset import TRUNCATIONS
 from lockstep.data.row_files import RowFiles
 from lockstep.data.text_sizes import row_sizes
-from lockstep.data.token_rows import SpanTokenizer, TokenRow
+from lockstep.data.token_bound import tokens_beyond_bytes
+from lockstep.data.token_rows import SpanTokenizer, TokenRow, TooLong
 from lockstep.errors import DataError
 from lockstep.observability.spans import progress
 
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 FileRow = dict[str, Any]
 Result = TypeVar("Result")
 
+_CHECK_BYTES = 2 * 2**20
+"""Text of the longest rows that is tokenised to find rows that are too long: about a second of work."""
+_CHUNK = 256
+"""Rows that are tokenised at once for it."""
+_FRAME_TOKENS = 64
+"""Tokens that a template may write beside the texts of a row."""
 _NUM_CHECKED = 32
 """How many of the longest rows, and of rows spread over the files, are tried before training."""
 
@@ -51,10 +60,13 @@ class TrainingRows:
         template_kwargs: Passed to the tokenizer's chat template (`data.apply_chat_template_kwargs`).
         use_template: False tokenises a prompt that is a string as it is. True makes it a user message where the tokenizer has a chat
             template, as in RL.
+        filter_overlong: Leave out the rows that do not fit into `max_length`; `num_filtered` counts them. Rows that could be too long by
+            their size are measured for it.
         try_rows: False opens the files without trying rows, for a look at what is wrong with them.
 
     The constructor tries the first row, the longest ones and some between, so that a wrong column or a row that is too long is an
-    error before training. Every DataError about a row names its file and its number there, from 0.
+    error before training. Rows that are too long are one error, with their number and the longest of them. Every DataError about a row
+    names its file and its number there, from 0.
     """
 
     columns_read: tuple[str, ...]
@@ -71,6 +83,7 @@ class TrainingRows:
         seed: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         use_template: bool = True,
+        filter_overlong: bool = False,
         try_rows: bool = True,
     ) -> None:
         one_of("data.truncation", truncation, TRUNCATIONS)
@@ -83,14 +96,72 @@ class TrainingRows:
         if not len(self._files):
             raise DataError(f"no rows in {[str(path) for path in paths]}")
         self._rows = self._usable(choose_rows(len(self._files), -1 if max_samples is None else max_samples, seed is not None, seed))
+        self.num_filtered = 0
         if try_rows:
-            with progress(f"trying some of {len(self._rows):,} rows"):
-                sizes = row_sizes(self._files, self.columns_read)[self._rows]
-                longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
-                self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
+            self._try_rows(filter_overlong)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def _try_rows(self, filter_overlong: bool) -> None:
+        """Leave out rows that are too long, or raise DataError for them; raise it also for other rows that are tried and cannot be used."""
+        sizes = row_sizes(self._files, self.columns_read)[self._rows]
+        suspects = np.flatnonzero(self._most_tokens(sizes) > self._max_length)
+        suspects = suspects[np.argsort(-sizes[suspects], kind="stable")]
+        if not filter_overlong:
+            suspects = suspects[: int(np.searchsorted(np.cumsum(sizes[suspects]), _CHECK_BYTES)) + 1]
+        overlong = self._overlong(suspects.tolist())
+        if overlong and filter_overlong:
+            self.num_filtered, num_rows = len(overlong), len(self)
+            print(
+                f"data: left out {self.num_filtered:,} of {num_rows:,} rows that do not fit into data.max_length={self._max_length}"
+            )
+            if self.num_filtered == num_rows:
+                raise DataError(
+                    f"data.filter_overlong_rows leaves out all {num_rows:,} rows: with data.max_length={max(overlong.values())} all fit"
+                )
+            self._rows, sizes = (np.delete(values, list(overlong)) for values in (self._rows, sizes))
+        elif overlong:
+            raise self._too_many(overlong)
+        with progress(f"trying some of {len(self):,} rows"):
+            longest = np.argsort(-sizes, kind="stable")[:_NUM_CHECKED].tolist()
+            self.read(list(dict.fromkeys([0, *longest, *self.spread(_NUM_CHECKED)])))
+
+    def _most_tokens(self, sizes: np.ndarray) -> np.ndarray:
+        """The most tokens that rows with so much text may have, as far as that is known without tokenising them."""
+        frame = tokens_beyond_bytes(self._tokenizer)
+        if math.isfinite(frame) and self._tokenizer.chat_template:
+            with contextlib.suppress(DataError):
+                frame += len(self._template.render([{"role": "user", "content": "x"}], add_generation_prompt=True))
+        # A template writes more around many messages; their roles are among the sizes.
+        return 1.25 * sizes + frame + _FRAME_TOKENS
+
+    def _overlong(self, positions: Sequence[int]) -> dict[int, int]:
+        """Those of the positions whose rows do not fit into `max_length`, with a length with which each does."""
+        found: dict[int, int] = {}
+        with progress("measuring the longest rows", len(positions), "rows") as seen:
+            for start in range(0, len(positions), _CHUNK):
+                chunk = positions[start : start + _CHUNK]
+                indices, _, apart = self._tokens(chunk)
+                for position, index, rows in zip(chunk, indices, apart, strict=True):
+                    try:
+                        self._named(index, self.finish, rows)
+                    except TooLong as error:
+                        found[position] = error.needed
+                seen.done = start + len(chunk)
+        return found
+
+    def _too_many(self, overlong: Mapping[int, int]) -> DataError:
+        """The error about all rows that are known to be too long."""
+        position = max(overlong, key=lambda position: overlong[position])
+        cut = f", cut by data.truncation={self._truncation}," if self._truncation != "error" else ""
+        many = f"{len(overlong):,} rows do" if len(overlong) > 1 else "1 row does"
+        return DataError(
+            f"{many} not fit{cut} into data.max_length={self._max_length}; the longest is {self.place(position)}, which needs "
+            f"{overlong[position]} tokens: set data.max_length={overlong[position]}"
+            + ("" if cut else ", set data.truncation to left, right or middle,")
+            + " or leave such rows out with data.filter_overlong_rows=true"
+        )
 
     def sources(self) -> dict[str, list[int]]:
         """The positions of the rows of each `data_source`; of rows without one, under "unknown"."""
@@ -119,15 +190,19 @@ class TrainingRows:
 
     def read(self, positions: Sequence[int]) -> list[ReadRow]:
         """The rows at these positions and the tokens of what each became. Raises DataError for a row that cannot be used."""
-        indices = [int(self._rows[position]) for position in positions]
-        rows = [self._named(index, self._row, index) for index in indices]
-        marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
-        tokens = iter(self._tokenize([text for texts in marked for text in texts]))
-        apart = [[next(tokens) for _ in texts] for texts in marked]
+        indices, rows, apart = self._tokens(positions)
         # The longest first: where several are too long, the error says how long a row must be allowed to be.
         order = sorted(range(len(apart)), key=lambda i: -max(map(len, apart[i])))
         finished = {i: self._named(indices[i], self.finish, apart[i]) for i in order}
         return [ReadRow(index, row, finished[i]) for i, (index, row) in enumerate(zip(indices, rows, strict=True))]
+
+    def _tokens(self, positions: Sequence[int]) -> tuple[list[int], list[FileRow], list[list[TokenRow]]]:
+        """The numbers of the rows at these positions, the rows, and the tokens of each text that they became."""
+        indices = [int(self._rows[position]) for position in positions]
+        rows = [self._named(index, self._row, index) for index in indices]
+        marked = [self._named(index, self.mark, row) for index, row in zip(indices, rows, strict=True)]
+        tokens = iter(self._tokenize([text for texts in marked for text in texts]))
+        return indices, rows, [[next(tokens) for _ in texts] for texts in marked]
 
     def _usable(self, rows: np.ndarray) -> np.ndarray:
         """Those of the row numbers that are used."""
@@ -153,6 +228,8 @@ class TrainingRows:
     def _named(self, index: int, function: Callable[..., Result], *arguments: Any) -> Result:
         try:
             return function(*arguments)
+        except TooLong as error:
+            raise TooLong(f"{self._files.place(index)}: {error}", error.needed) from error
         except DataError as error:
             raise DataError(f"{self._files.place(index)}: {error}") from error
 

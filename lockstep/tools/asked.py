@@ -40,5 +40,5 @@ def read_asked(words: Sequence[str], config_file: str | Path | None, device_of: 
         layers = read_layers(root, words, config_file, command, device_of)
     else:
         root = ROOTS[command]
-        layers = read_layers(root, words, config_file)
+        layers = read_layers(root, words, config_file, device_of=device_of)
     return Asked(command, root, of_layers(root, layers), layers)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.first_run import ORIGIN, SIZES, first_run_on_cpu, in_words
-from lockstep.config.load import check_key, leaves, load_config, of_layers, read_layers
+from lockstep.config.first_run import ORIGIN, SIZES, STAGE_SIZES, first_run_on_cpu, in_words, stage_in_words
+from lockstep.config.load import check_key, leaves, load_config, load_recipe, of_layers, read_layers, valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import ALGORITHMS
+from lockstep.config.reference import ROOTS
 from lockstep.config.resume import kept_values
 
 NAMED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -73,3 +74,36 @@ def test_the_docs_say_the_keys_that_the_program_prints():
     page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
     assert "\n".join(in_words("grpo").splitlines()[:2]) in page
     assert all(f"`{key}`" in page for key in SIZES if key.startswith(("data.", "actor_rollout_ref.rollout", "trainer.total")))
+
+
+STAGES = [root for command, root in ROOTS.items() if command != "ppo"]
+STAGE_KEYS = ("model.path=model", "data.train_files=rows.jsonl")
+
+
+def loaded_stage(root, *overrides, device="cpu"):
+    needed = [*STAGE_KEYS, *(["teacher.path=teacher"] if "teacher.path" in valid_keys(root) else [])]
+    layers = read_layers(root, [*needed, *overrides], device_of=lambda name: device if name == "auto" else name)
+    return of_layers(root, layers), {layer.origin: layer for layer in layers}, load_recipe(root, [*needed, *overrides])
+
+
+@pytest.mark.parametrize("root", STAGES, ids=lambda root: root.command)
+def test_other_recipes_are_small_on_a_cpu_too(root):
+    config, layers, usual = loaded_stage(root)
+    assert (config.data.train_batch_size, config.data.max_length, config.trainer.total_training_steps) == (8, 512, 10)
+    assert config.data.filter_overlong_rows
+    assert usual.data.train_batch_size == 64
+    assert loaded_stage(root, device="cuda")[0] == usual
+    for key, value in leaves(layers[ORIGIN].values):
+        check_key(key, root)
+        assert f"{key}={value}".lower() in stage_in_words(layers[ORIGIN].values).lower()
+    assert "\n" not in stage_in_words(layers[ORIGIN].values)
+    for key in set(STAGE_SIZES) & set(valid_keys(root)):
+        config, layers, usual = loaded_stage(root, f"{key}=4")
+        assert ORIGIN not in layers, key
+        assert config == usual
+    config, layers, _ = loaded_stage(root, "data.truncation=left")
+    assert ORIGIN in layers
+    assert not config.data.filter_overlong_rows  # rows are cut, as the user says
+    assert loaded_stage(root, "engine.max_token_len_per_gpu=300")[0].data.max_length <= 300
+    if "sampled.files" in valid_keys(root):
+        assert loaded_stage(root, "sampled.files=prompts.parquet")[0].sampled.max_samples == 8

@@ -151,7 +151,7 @@ def test_rows_that_are_no_preference_are_refused(open_pairs, row, words):
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])
 def test_a_pair_that_is_too_long_is_cut_in_both_rows_alike(open_pairs, plain_tokenizer, truncation):
     row = {"prompt": "w1 w2 w3 w4 w5 w6 ", "chosen": "w7", "rejected": "w7 w8 w9"}
-    with pytest.raises(DataError, match=r"row 0: the row has 10 tokens"):
+    with pytest.raises(DataError, match=r"row 0, which needs 10 tokens"):
         open_pairs([row], plain_tokenizer, max_length=8)
     data = open_pairs([row], plain_tokenizer, max_length=8, truncation=truncation).batch([0])
     (prompt, other), (chosen, rejected) = (data.ragged(name).rows() for name in ("prompts", "responses"))
@@ -161,7 +161,7 @@ def test_a_pair_that_is_too_long_is_cut_in_both_rows_alike(open_pairs, plain_tok
     assert plain_tokenizer.decode(chosen) == "w7 <eos>"
     assert plain_tokenizer.decode(rejected) == ("w7 w8" if truncation == "right" else "w7 w8 w9 <eos>")
     if truncation != "right":
-        with pytest.raises(DataError, match="without it the longest response has 4 tokens"):
+        with pytest.raises(DataError, match="which needs 5 tokens"):
             open_pairs([row], plain_tokenizer, max_length=4, truncation=truncation)
 
 
@@ -197,3 +197,14 @@ def test_two_conversations_share_all_but_one_message_at_most():
     assert num_shared_messages(short, short) == 1
     assert num_shared_messages([*short, QUESTION], [*short, answer("a")]) == 2
     assert num_shared_messages(short[:1], short) == 0
+
+
+def test_pairs_that_cannot_be_cut_are_counted_together_or_left_out(open_pairs, plain_tokenizer, capsys):
+    rows = [{"prompt": "w1 w2 w3 ", "chosen": "w7" + " w8" * n, "rejected": "w9"} for n in (1, 30, 2, 20, 40)]
+    with pytest.raises(DataError, match=r"3 rows .*data\.truncation=left.* row 4, which needs 43 tokens"):
+        open_pairs(rows, plain_tokenizer, max_length=10, truncation="left")
+    assert len(open_pairs(rows, plain_tokenizer, max_length=43, truncation="left")) == 5
+    dataset = open_pairs(rows, plain_tokenizer, max_length=10, truncation="left", filter_overlong=True)
+    assert dataset.batch([0, 1]).non_tensor_batch["index"].tolist() == [0, 0, 2, 2]
+    assert dataset.same_prompts().tolist() == [0, 0]
+    assert "left out 3 of 5 rows" in capsys.readouterr().out

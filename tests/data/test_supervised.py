@@ -159,13 +159,15 @@ def test_a_row_that_is_too_long_is_cut_as_asked(open_rows, plain_tokenizer, trun
 def test_bad_rows_are_named_with_file_and_number_before_training(open_rows, plain_tokenizer, tmp_path):
     good = {"prompt": "w1", "completion": "w2"}
     long = {"prompt": "w1", "completion": " w2" * 30}
-    with pytest.raises(DataError, match=r"rows.jsonl row 70: the row has 32 tokens .* data.max_length=20"):
+    with pytest.raises(DataError, match=r"data.max_length=20; the longest is .*rows.jsonl row 70, which needs 32 tokens"):
         open_rows([good] * 70 + [long] + [good] * 70, tokenizer=plain_tokenizer, max_length=20)
     # More text, but fewer tokens: of the rows that are too long the error has the longest.
     other = {"prompt": "w1", "completion": " w2" * 25 + " " + "x" * 50}
-    with pytest.raises(DataError, match=r"rows.jsonl row 1: the row has 32 tokens .* data.max_length=20"):
+    with pytest.raises(DataError, match=r"2 rows .* data.max_length=20; the longest is .*rows.jsonl row 1, which needs 32 tokens"):
         open_rows([other, long, good], tokenizer=plain_tokenizer, max_length=20)
-    with pytest.raises(DataError, match=r"rows.jsonl row 0: data.truncation=right to 3 of 6 tokens leaves nothing"):
+    with pytest.raises(
+        DataError, match=r"data.truncation=right, into data.max_length=3; the longest is .*rows.jsonl row 0, which needs 6 tokens"
+    ):
         open_rows([{"prompt": "w1 w2 w3 w4 ", "completion": "w5"}], tokenizer=plain_tokenizer, max_length=3, truncation="right")
     with pytest.raises(DataError, match=r"row 1: expected messages; prompt and completion"):
         open_rows([good, {"prompt": "w1", "answer": "w2"}], tokenizer=plain_tokenizer)
@@ -252,3 +254,27 @@ def test_json_text_in_a_row_that_is_nested_too_deep_is_an_error(open_rows):
     deep = "[" * 3_000 + "]" * 3_000
     with pytest.raises(DataError, match=r"row 0.*nested"):
         open_rows([{"messages": MESSAGES, "tools": deep}])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), limit=st.integers(4, 30))
+def test_rows_that_are_too_long_are_counted_together_or_left_out(open_rows, plain_tokenizer, lengths, limit):
+    rows = [{"prompt": "w1", "completion": " w2" * length} for length in lengths]
+    needed = [length + 2 for length in lengths]  # the prompt, and the end
+    overlong = [number for number, length in enumerate(needed) if length > limit]
+    if not overlong:
+        assert len(open_rows(rows, tokenizer=plain_tokenizer, max_length=limit)) == len(rows)
+        return
+    first = max(overlong, key=lambda number: needed[number])
+    with pytest.raises(DataError) as error:
+        open_rows(rows, tokenizer=plain_tokenizer, max_length=limit)
+    assert str(error.value).startswith(f"{len(overlong)} row")
+    assert f"row {first}, which needs {needed[first]} tokens" in str(error.value)
+    if len(overlong) == len(rows):
+        with pytest.raises(DataError, match=f"data.max_length={max(needed)} all fit"):
+            open_rows(rows, tokenizer=plain_tokenizer, max_length=limit, filter_overlong=True)
+        return
+    dataset = open_rows(rows, tokenizer=plain_tokenizer, max_length=limit, filter_overlong=True)
+    assert dataset.num_filtered == len(overlong)
+    indices = dataset.batch(range(len(dataset))).non_tensor_batch["index"].tolist()
+    assert indices == [number for number in range(len(rows)) if number not in overlong]

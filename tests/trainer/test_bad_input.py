@@ -243,7 +243,7 @@ CASES = [
     ("layers that have no adapter", "ppo", [RANK, f"{LAYERS}=[self_attn]"], 1, "layers.0.self_attn, which is not a linear layer"),
     ("the output layer", "sft", ["model.lora_rank=2", "model.target_modules=[lm_head]"], 1, "names lm_head, which is not"),
     ("one layer without a list", "ppo", [RANK, f"{LAYERS}=q_proj"], 1, f"{LAYERS}=q_proj must be all-linear or a list"),
-    ("layers without brackets", "ppo", [RANK, f"{LAYERS}=q_proj,v_proj"], 1, f"or write a list in brackets: {LAYERS}=[a,b]"),
+    ("layers without brackets", "ppo", [RANK, f"{LAYERS}=q_proj,v_proj"], 1, f"{LAYERS}=q_proj,v_proj must be"),
     ("no layers", "ppo", [RANK, f"{LAYERS}=null"], 1, f"{LAYERS}=null must be"),
     ("layers by number", "ppo", [RANK, f"{LAYERS}=[0]"], 1, f"{LAYERS}=[0] must be"),
     ("layers, and no rank", "ppo", [f"{LAYERS}=[q_proj]"], 1, "set actor_rollout_ref.model.lora_rank"),

@@ -88,6 +88,7 @@ class DPOTrainer(StageRun):
             tokenizer=tokenizer,
             max_length=data.max_length,
             truncation=data.truncation,
+            filter_overlong=data.filter_overlong_rows,
             skip_identical=data.skip_identical,
             template_kwargs=data.apply_chat_template_kwargs,
         )
@@ -158,6 +159,7 @@ class DPOTrainer(StageRun):
         settings = {
             "max_length": data.max_length,
             "truncation": data.truncation,
+            **({"filter_overlong_rows": True} if data.filter_overlong_rows else {}),
             "skip_identical": data.skip_identical,
             "template": data.apply_chat_template_kwargs,
             "max_samples": max_samples,

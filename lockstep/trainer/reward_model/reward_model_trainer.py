@@ -49,6 +49,7 @@ class RewardModelTrainer(StageRun):
             tokenizer=tokenizer,
             max_length=data.max_length,
             truncation=data.truncation,
+            filter_overlong=data.filter_overlong_rows,
             skip_identical=data.skip_identical,
             whole=True,
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.checkpoint.lock import check_folder
 from lockstep.config import first_run, follow
 from lockstep.config.load import of_layers, read_layers
+from lockstep.config.stage import StageConfig
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
 from lockstep.observability.display import is_live_terminal
@@ -25,7 +26,6 @@ from lockstep.utils.printable import say
 
 if TYPE_CHECKING:
     from lockstep.config.engine import ModelConfig
-    from lockstep.config.stage import StageConfig
     from lockstep.trainer.stage_run import StageRun
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -99,7 +99,8 @@ def read_run(
     for layer in layers:
         if layer.origin == first_run.ORIGIN:
             leave_terminal()  # keys that are to be copied are not wrapped
-            say(first_run.in_words(algorithm), flush=True)
+            is_stage = issubclass(root, StageConfig)
+            say(first_run.stage_in_words(layer.values) if is_stage else first_run.in_words(algorithm), flush=True)
         elif layer.origin == follow.ORIGIN:
             say(follow.in_words(dict(layer.values)), flush=True)
     return config

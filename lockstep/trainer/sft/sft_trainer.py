@@ -50,6 +50,7 @@ class SFTTrainer(StageRun):
             train_on=data.train_on,
             max_length=data.max_length,
             truncation=data.truncation,
+            filter_overlong=data.filter_overlong_rows,
             template_kwargs=data.apply_chat_template_kwargs,
         )
         train = open_rows(data.train_files, max_samples=data.train_max_samples)

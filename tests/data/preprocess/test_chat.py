@@ -72,3 +72,10 @@ def test_calls_tools_flags_and_the_system_are_kept():
 def test_conversations_that_cannot_be_trained_say_why(turns, reason):
     with pytest.raises(UnusableRow, match=reason):
         convert({"messages": turns}, "")
+
+
+def test_weights_are_kept_and_odd_ones_refused():
+    example = convert({"messages": [USER, ASSISTANT | {"weight": 0}]}, "")
+    assert example.columns["messages"][1]["weight"] == 0
+    with pytest.raises(UnusableRow):
+        convert({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "")
