@@ -47,8 +47,8 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import share_structure
+from lockstep.models.source import model_folder
 from lockstep.utils.garbage import frozen_objects
-from lockstep.utils.model_source import model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.rollout.request import Completion, Request

@@ -37,11 +37,11 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.data.preprocess.gsm8k import INSTRUCTION
 from lockstep.data.preprocess.recipe import ask
 from lockstep.models.load import share_structure
+from lockstep.models.source import SMOLLM2, model_folder
 from lockstep.planner import count
 from lockstep.planner.choices import PLAIN, RolloutNumbers, choose_rollout
 from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.memory import free_device_memory
-from lockstep.utils.model_source import SMOLLM2, model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.registry import make_rollout
 

@@ -44,8 +44,8 @@ from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
 from lockstep.models.lora import Lora
 from lockstep.models.packing import Budget
+from lockstep.models.source import model_folder
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.model_source import model_folder
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.rollout.base import RolloutEngine

@@ -40,8 +40,8 @@ from benchmarks.rollout_cpu import mixed
 from benchmarks.workload import LOADS, SHAPES, Load
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.source import model_folder
 from lockstep.tools.load_model import find_model, load
-from lockstep.utils.model_source import model_folder
 from lockstep.workers.rollout.request import Request
 
 Measured = tuple[int, float, float, float]

@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models.load import Head, head_config, outline
+from lockstep.models.load import Head, head_config, missing_weights, outline
 from lockstep.models.lora import Lora
-from lockstep.models.meta import WeightFiles, missing_weights
 from lockstep.models.routers import FAMILIES, routers
+from lockstep.models.weight_files import WeightFiles
 
 _NO_HEAD = "Unrecognized configuration class"
 """How transformers begins to say that a family has no such head."""

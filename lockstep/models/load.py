@@ -22,10 +22,10 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.models import cached_attention  # noqa: F401  (its name can be chosen below)
 from lockstep.models.attention import PACKED, PackedLayout
-from lockstep.models.meta import WeightFiles, WeightSource, build_on_meta, check_finite, draw_weights, missing_weights
+from lockstep.models.hf_config import packed_limit, read_model_config
 from lockstep.models.outputs import ReadsScores, read_scores
-from lockstep.utils.hf_config import packed_limit, read_model_config
-from lockstep.utils.model_source import model_folder
+from lockstep.models.source import model_folder
+from lockstep.models.weight_files import WeightFiles, WeightSource, check_finite
 from lockstep.utils.quiet import quiet_transformers
 
 
@@ -67,7 +67,7 @@ def load_model(
     the policy that was sampled.
 
     A value head that the folder does not have, and a score head if it is to be `trained`, is drawn from `seed`, so that every rank has the
-    same one (`meta.draw_weights`). Any other weight that is missing or of another shape raises DataError, as does a folder that is not a
+    same one (`draw_weights`). Any other weight that is missing or of another shape raises DataError, as does a folder that is not a
     model or has no such head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
@@ -100,6 +100,9 @@ def load_model(
     if packs:
         check_packing(model, model, config.path, torch.device("cpu"), torch.float32)
     return model
+
+
+# -- without weights in memory: each rank of a sharded model reads its own part and nothing else -----------------------------
 
 
 def load_on_meta(
@@ -162,6 +165,65 @@ def head_config(config: ModelConfig, head: Head, pad_token_id: int | None = None
     return hf_config
 
 
+def take_weights(model: PreTrainedModel) -> WeightSource:
+    """Move the parameters of a model that is in memory to the meta device; returns their values as what fills it, or a shard of it."""
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    on_meta = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = on_meta[id(parameter)]
+    return WeightSource(None, given)
+
+
+def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:
+    """The model of a config with parameters on the meta device, which take no memory, and buffers as they are.
+
+    `factory` is one of transformers' Auto classes; `options` go to its from_config.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        return factory.from_config(hf_config, **options)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | None:
+    """The names of the model's parameters that the files do not have.
+
+    None where the files cannot fill the model name by name: a shape is another one, or a saved buffer is needed. (Families whose files
+    hold their weights in another form, as experts one by one, miss names.)
+    """
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if any(shape != files.shapes.get(name, shape) for name, shape in wanted.items()):
+        return None
+    if any(set(module._buffers) - module._non_persistent_buffers_set for module in model.modules()):
+        return None
+    return [name for name in wanted if name not in files.shapes]
+
+
+def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None = None) -> Tensor:
+    """A new value for a parameter of a linear layer, from `seed` alone: normal around 0 with `std`, or as transformers would draw it."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(layer, nn.Linear), f"{name} is not in a linear layer"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drawn = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        torch.manual_seed(seed)
+        if std is None:
+            model._init_weights(drawn)
+        else:
+            nn.init.normal_(drawn.weight, std=std)
+    return dict(drawn.named_parameters())[name.rpartition(".")[2]].detach()
+
+
 def _not_drawn(missing: Iterable[str], model: PreTrainedModel, head: Head, trained: bool) -> list[str]:
     """Those of the missing weights that have to be in the folder."""
     is_new = head is Head.VALUE or (head is Head.SCORE and trained)
@@ -178,6 +240,17 @@ def _prepare(model: PreTrainedModel, head: Head) -> None:
     refuse_long_rows(model)
     if head is Head.SCORE:
         read_scores(model)
+
+
+def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
+    memo = {id(parameter): parameter for parameter in model.parameters()}
+    twin = copy.deepcopy(model, memo)
+    twin.set_attn_implementation(_own_attention(model) if attention == "sdpa" else attention)
+    return twin.eval()
+
+
+# -- packed rows -------------------------------------------------------------------------------------------------------------
 
 
 def refuse_long_rows(model: PreTrainedModel) -> None:
@@ -199,14 +272,6 @@ def refuse_long_rows(model: PreTrainedModel) -> None:
             )
 
     model.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
-    memo = {id(parameter): parameter for parameter in model.parameters()}
-    twin = copy.deepcopy(model, memo)
-    twin.set_attn_implementation(_own_attention(model) if attention == "sdpa" else attention)
-    return twin.eval()
 
 
 _FAILURES = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)

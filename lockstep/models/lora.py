@@ -23,8 +23,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError, MissingExtra
 from lockstep.models.adapted import adapt
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles, WeightSource
 from lockstep.models.routers import FAMILIES
+from lockstep.models.weight_files import WeightFiles, WeightSource
 
 ADAPTER = "adapter"
 """The folder of a checkpoint with the adapter in peft's format."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.data import DataConfig
 from lockstep.config.sft import TRAIN_ON
 from lockstep.errors import DataError, as_command
-from lockstep.utils.model_source import SMOLLM2
+from lockstep.models.source import SMOLLM2
 from lockstep.utils.printable import printable, say
 
 if TYPE_CHECKING:

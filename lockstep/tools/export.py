@@ -92,7 +92,7 @@ class Parts:
 def find_parts(path: str, merge: bool) -> Parts:
     """What `path` means; nothing is loaded. Raises DataError where there is no such model on this machine, ConfigError where `merge` asks
     for an adapter that is not there."""
-    from lockstep.utils.model_source import model_folder
+    from lockstep.models.source import model_folder
 
     source = find_model(path)
     folder = Path(model_folder(source.path)).expanduser()
@@ -112,7 +112,7 @@ def find_parts(path: str, merge: bool) -> Parts:
 def _write(parts: Parts, out: Path, dtype: str) -> str:
     import torch
 
-    from lockstep.models.meta import WeightFiles
+    from lockstep.models.weight_files import WeightFiles
 
     folder, number = parts.folder, getattr(torch, dtype)
     if parts.adapter is not None and not parts.merge:
@@ -136,7 +136,7 @@ def _write(parts: Parts, out: Path, dtype: str) -> str:
 
 
 def _write_model(shapes: dict[str, tuple[int, ...]], read: Callable[[str], Tensor], out: Path, dtype: torch.dtype) -> None:
-    from lockstep.models.weight_file import write_weights
+    from lockstep.models.weight_files import write_weights
     from lockstep.workers.engine.checkpoint import WEIGHTS, Place, divide, num_bytes, write_index, write_shares
 
     specs = {name: (dtype, shape) for name, shape in shapes.items()}
@@ -159,8 +159,7 @@ def _merged(source: ModelSource) -> tuple[dict[str, tuple[int, ...]], Callable[[
 
 
 def _write_adapter(adapter: Path, out: Path, dtype: torch.dtype) -> None:
-    from lockstep.models.meta import WeightFiles
-    from lockstep.models.weight_file import write_weights
+    from lockstep.models.weight_files import WeightFiles, write_weights
 
     files = WeightFiles(adapter, ADAPTER_WEIGHTS)
     if not files.shapes:

@@ -184,8 +184,8 @@ def load(
     import torch
 
     from lockstep.config.engine import ModelConfig
+    from lockstep.models.hf_config import stop_token_ids
     from lockstep.utils.device import resolve_device
-    from lockstep.utils.hf_config import stop_token_ids
     from lockstep.utils.tokenizer import hf_tokenizer
     from lockstep.workers.rollout.base import ModuleRollout
     from lockstep.workers.rollout.registry import check_installed, get_rollout, make_rollout, process_rollout

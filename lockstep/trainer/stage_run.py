@@ -26,6 +26,7 @@ from lockstep.config.load import fitted
 from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.data.seen import seen_data, tell_of_other_data
+from lockstep.models.weight_files import count_parameters
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
 from lockstep.observability.spans import expect
@@ -38,7 +39,6 @@ from lockstep.trainer.run.launch import TRAINED, RoleSpec, Workers
 from lockstep.trainer.run.loop import FIRST, Run
 from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
-from lockstep.utils.model_size import count_parameters
 
 MODEL = "actor"
 """The model's folder in a checkpoint, as in PPO's."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import DataError
-from lockstep.utils.hub import check_hub
-from lockstep.utils.model_source import model_folder
+from lockstep.models.source import check_hub, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

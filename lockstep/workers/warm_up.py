@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, RolloutConfig
 from lockstep.config.sampling import SamplingParams
+from lockstep.models.hf_config import context_limit
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.hf_config import context_limit
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.policy import ActorPart, ReferencePart, RolloutPart
 from lockstep.workers.rollout.base import RolloutEngine

@@ -46,7 +46,7 @@ ALLOWED = {
     "tools/load_model.py load.device": "the best there is, unless a command says otherwise",
     "tools/load_model.py load.trust_remote_code": "code from a model's folder never runs unasked",
     "utils/tokenizer.py hf_tokenizer.trust_remote_code": "the tutorial's call; code from a model's folder never runs unasked",
-    "utils/hf_config.py read_model_config.trust_remote_code": "code from a model's folder never runs unasked",
+    "models/hf_config.py read_model_config.trust_remote_code": "code from a model's folder never runs unasked",
 }
 """Place -> why it is not a second source."""
 ROOMS = {

@@ -105,7 +105,7 @@ def served(model: str, *arguments: str) -> Iterator[str]:
 def hf_folder() -> str:
     """The model as transformers reads it."""
     sys.path.insert(0, str(ROOT))
-    from lockstep.utils.model_source import model_folder
+    from lockstep.models.source import model_folder
 
     return model_folder("smollm2-135m")
 

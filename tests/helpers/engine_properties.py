@@ -50,7 +50,7 @@ from lockstep.errors import DataError, NumericalError
 from lockstep.models import packing
 from lockstep.models.load import Head, load_model
 from lockstep.models.packing import Budget
-from lockstep.models.weight_file import Tensors, write_weights
+from lockstep.models.weight_files import Tensors, write_weights
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine

@@ -26,9 +26,9 @@ from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.models.chunked_head import Read as ReadHidden
 from lockstep.models.flops import head_size
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles
 from lockstep.models.outputs import stacked_log_probs
 from lockstep.models.packing import Budget, PackedRows
+from lockstep.models.weight_files import WeightFiles
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto
 from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine

@@ -21,8 +21,9 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError, WeightSyncError
 from lockstep.models.flops import head_size
-from lockstep.models.meta import WeightFiles, build_on_meta, missing_weights
-from lockstep.utils.hf_config import context_limit
+from lockstep.models.hf_config import context_limit
+from lockstep.models.load import build_on_meta, missing_weights
+from lockstep.models.weight_files import WeightFiles
 from lockstep.utils.quiet import quiet_transformers
 from lockstep.workers.rollout.base import ProcessRollout
 from lockstep.workers.rollout.request import Request

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from lockstep.generation.cpu.kernels import Library
+from lockstep.models.source import cache_folder
 from lockstep.observability.spans import progress
-from lockstep.utils.model_source import cache_folder
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("attention.c", "decoder.c", "layer.c", "linear.c", "pack.c"))
 _HEADERS = tuple(Path(__file__).parent / name for name in ("linear.h", "team.h", "vectors.h"))

@@ -23,6 +23,7 @@ from lockstep.config.engine import EngineChoice
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.models.hf_config import read_model_config
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import Metric, values
@@ -40,7 +41,6 @@ from lockstep.trainer.ppo.recording import Recording
 from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
-from lockstep.utils.hf_config import read_model_config
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients

@@ -121,13 +121,13 @@ def _model_samples(
     """The model's own responses to these rows, drawn as in training."""
     import torch
 
+    from lockstep.models.hf_config import stop_token_ids
     from lockstep.single_controller.base.worker import WorkerEnvironment, worker_environment
     from lockstep.tools.reward_check.fuzz import Earns, Response
     from lockstep.tools.reward_check.scoring import SAMPLE, Case
     from lockstep.trainer.ppo import stages
     from lockstep.trainer.ppo.checks import check_models
     from lockstep.utils.device import resolve_device
-    from lockstep.utils.hf_config import stop_token_ids
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
 
     check_models(config, tokenizer)

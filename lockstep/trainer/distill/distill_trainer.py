@@ -15,13 +15,13 @@ from lockstep.config.distill import DistillConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ConfigError
+from lockstep.models.hf_config import read_model_config, stop_token_ids
+from lockstep.models.weight_files import count_parameters
 from lockstep.observability.display import View
 from lockstep.protocol import DataProto
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import FROZEN, RoleSpec
 from lockstep.trainer.sft.sft_trainer import SFTTrainer
-from lockstep.utils.hf_config import read_model_config, stop_token_ids
-from lockstep.utils.model_size import count_parameters
 
 KEYS = dataclasses.replace(STAGE_KEYS, reference_offload="teacher.param_offload")
 """What the workers' messages call the sections."""

@@ -23,6 +23,8 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.data.pairs import PairDataset
 from lockstep.errors import ConfigError, DataError
+from lockstep.models.hf_config import read_model_config
+from lockstep.models.weight_files import count_parameters
 from lockstep.observability.display import View
 from lockstep.observability.statistics import wilson_interval
 from lockstep.protocol import DataProto
@@ -33,8 +35,6 @@ from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import FROZEN, RoleSpec
 from lockstep.trainer.stage_run import StageRun, whole_batches
 from lockstep.utils.files import load_reference
-from lockstep.utils.hf_config import read_model_config
-from lockstep.utils.model_size import count_parameters
 
 WHY_CHOSEN_FALLS = (
     "log-probs of chosen answers may fall with those of rejected ones: the loss asks for their difference only, and what both have in "

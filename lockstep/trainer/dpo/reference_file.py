@@ -18,10 +18,10 @@ import torch
 from lockstep.data.pairs import PairDataset
 from lockstep.data.row_files import data_files
 from lockstep.errors import DataError
+from lockstep.models.source import model_folder
 from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto
 from lockstep.trainer.dpo.stages import actor_log_prob
-from lockstep.utils.model_source import model_folder
 
 _BLOCK = 1 << 20
 

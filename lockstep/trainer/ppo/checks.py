@@ -20,10 +20,10 @@ from lockstep.config.data import DataConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, MissingReward
+from lockstep.models.hf_config import context_limit, read_model_config
 from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rewards
 from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
-from lockstep.utils.hf_config import context_limit, read_model_config
 from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
 _ESTIMATOR_INPUTS = {

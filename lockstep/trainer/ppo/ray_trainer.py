@@ -22,6 +22,7 @@ from lockstep.config.load import as_config, fitted
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.schedule import PromptSchedule
 from lockstep.data.seen import seen_data
+from lockstep.models.hf_config import stop_token_ids
 from lockstep.observability.display import make_display
 from lockstep.observability.trackers import check_trackers
 from lockstep.protocol import DataProto
@@ -47,7 +48,6 @@ from lockstep.trainer.run.launch import Workers
 from lockstep.trainer.run.loop import FitResult
 from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
-from lockstep.utils.hf_config import stop_token_ids
 
 __all__ = ["FitResult", "RayPPOTrainer", "ResourcePoolManager", "Role"]
 

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from lockstep.config.load import load_config, to_yaml
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError, RewardError
+from lockstep.models.hf_config import read_model_config
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.plain import is_number
 from lockstep.trainer.ppo.reward_columns import set_parts
 from lockstep.trainer.ppo.scored import Scored
-from lockstep.utils.hf_config import read_model_config
 
 PREFIX = "step_"
 _BATCH, _CONFIG, _MODEL = "batch.pt", "config.yaml", "model"

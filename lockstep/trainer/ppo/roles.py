@@ -6,12 +6,12 @@ from enum import Enum
 from functools import partial
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.models.weight_files import count_parameters
 from lockstep.planner import Load
 from lockstep.single_controller.base import ClassWithInitArgs
 from lockstep.trainer.ppo.weight_sync import WeightExchange
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import FROZEN, TRAINED, RoleSpec, Workers
-from lockstep.utils.model_size import count_parameters
 
 _BYTES = {"Actor": TRAINED, "ActorRollout": TRAINED, "ActorRolloutRef": TRAINED, "Critic": TRAINED}
 

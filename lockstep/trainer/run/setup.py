@@ -90,7 +90,7 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 def fitted_to_models(config: Run) -> Run:
     """The configuration with the lengths that the user did not set lowered to what the models hold; says so."""
-    from lockstep.utils.hf_config import read_model_config
+    from lockstep.models.hf_config import read_model_config
 
     if isinstance(config, PPOConfig) and config.actor_rollout_ref.model.path == EMBEDDED:
         return config  # its context follows the lengths
@@ -115,10 +115,10 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
 
     from lockstep.generation import check_small_cache_capability, check_small_cache_config
     from lockstep.models.fit import check_fit
+    from lockstep.models.hf_config import read_model_config
     from lockstep.models.load import Head
     from lockstep.models.routers import check_replay
     from lockstep.utils.device import resolve_device
-    from lockstep.utils.hf_config import read_model_config
     from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
 
@@ -157,9 +157,9 @@ def check_stage_engine(
     """The same for the model of a recipe that learns from files, whose rows have up to `longest` tokens, the value of `key`; a model that
     `scores` gets one number a row."""
     from lockstep.models.fit import check_fit
+    from lockstep.models.hf_config import context_limit, read_model_config
     from lockstep.models.load import Head
     from lockstep.utils.device import resolve_device
-    from lockstep.utils.hf_config import context_limit, read_model_config
     from lockstep.workers.engine.registry import check_engine
 
     model, section = config.model, config.trainer

@@ -11,9 +11,9 @@ from lockstep.config.data import DataConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.config.sft import SFTConfig
 from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.models.hf_config import stop_token_ids
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.validation import validate
-from lockstep.utils.hf_config import stop_token_ids
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lockstep.models.packing import (
     pack_rows,
     shared_prompt_tokens,
 )
-from lockstep.models.weight_file import TensorSpec
+from lockstep.models.weight_files import TensorSpec
 from lockstep.observability.metrics import Metric, merge_metrics
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.checkpoint import ModelFolder

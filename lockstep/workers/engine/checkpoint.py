@@ -23,8 +23,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lockstep.errors import DataError
-from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import Tensors, TensorSpec
+from lockstep.models.weight_files import Tensors, TensorSpec, WeightFiles
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from lockstep.models.weight_file import layout
+from lockstep.models.weight_files import layout
 from lockstep.workers.engine.checkpoint import Specs
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import write_weights
+from lockstep.models.weight_files import WeightFiles, write_weights
 from lockstep.workers.engine.checkpoint import (
     MOMENTS,
     OPTIMIZER,

@@ -20,7 +20,7 @@ from lockstep.checkpoint import write_child
 from lockstep.checkpoint.folders import sync
 from lockstep.checkpoint.manifest import Entry, entry_of
 from lockstep.checkpoint.saver import describe_failure, write_report
-from lockstep.models.weight_file import Tensors, placed, write_weights
+from lockstep.models.weight_files import Tensors, placed, write_weights
 from lockstep.utils.memory import available_ram
 from lockstep.workers.engine.checkpoint import Specs, num_bytes
 from lockstep.workers.engine.host_file import HostFile

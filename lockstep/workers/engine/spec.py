@@ -7,10 +7,10 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.engine import ModelConfig, OptimConfig
-from lockstep.models.load import Head, load_model, load_on_meta, share_structure
-from lockstep.models.meta import WeightSource, take_weights
+from lockstep.models.hf_config import read_model_config
+from lockstep.models.load import Head, load_model, load_on_meta, share_structure, take_weights
 from lockstep.models.recompute import choose_recompute, free_memory
-from lockstep.utils.hf_config import read_model_config
+from lockstep.models.weight_files import WeightSource
 
 
 @dataclass(frozen=True, kw_only=True)

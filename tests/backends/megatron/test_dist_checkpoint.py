@@ -11,7 +11,7 @@ from helpers import cuda_to_cpu
 from helpers.distributed import run_distributed
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from lockstep.utils.model_source import model_folder
+from lockstep.models.source import model_folder
 
 pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing, parallel_state

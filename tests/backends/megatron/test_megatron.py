@@ -40,8 +40,8 @@ from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError
 from lockstep.models.cached_attention import CACHED
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget
+from lockstep.models.weight_files import WeightFiles
 from lockstep.protocol import DataProto
 from lockstep.workers.losses import make_policy_loss
 from lockstep.workers.weight_sync.source import SharedWeights

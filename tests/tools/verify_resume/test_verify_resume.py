@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep import cli
 from lockstep.checkpoint import folders
 from lockstep.errors import DataError, ResourceError
-from lockstep.models.weight_file import write_weights
+from lockstep.models.weight_files import write_weights
 from lockstep.tools import verify_resume
 from lockstep.tools.verify_resume.compare import differences, end_of
 

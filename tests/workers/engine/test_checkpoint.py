@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lockstep.errors import DataError
-from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import write_weights
+from lockstep.models.weight_files import WeightFiles, write_weights
 from lockstep.workers.engine.checkpoint import PROGRESS, Place, Progress, read_progress, write_index, write_progress, write_shares
 
 

@@ -31,8 +31,8 @@ from lockstep.models import chunked_head
 from lockstep.models.chunked_head import LossPass
 from lockstep.models.compile import compile_layers
 from lockstep.models.load import Head
-from lockstep.models.meta import WeightFiles
 from lockstep.models.packing import Budget, TokenRows
+from lockstep.models.weight_files import WeightFiles
 from lockstep.workers.engine.fsdp import engine as fsdp_engine
 from lockstep.workers.engine.fsdp import make as fsdp_make
 from lockstep.workers.engine.offload import move_state

@@ -8,8 +8,7 @@ from torch import nn
 from lockstep.config.adapter import ADAPTER_WEIGHTS
 from lockstep.errors import DataError
 from lockstep.models.lora import ADAPTER, Lora, adapter_name, base_name
-from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import write_weights
+from lockstep.models.weight_files import WeightFiles, write_weights
 from lockstep.workers.engine.fsdp.sharded_model import whole_tensors
 from lockstep.workers.engine.fsdp.sharding import fill
 

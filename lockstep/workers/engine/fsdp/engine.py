@@ -13,8 +13,8 @@ from lockstep.models.adapted import unmerged
 from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
 from lockstep.models.lora import AdaptedSource, Lora, base_name, is_adapter
-from lockstep.models.meta import WeightSource
 from lockstep.models.packing import PackedRows
+from lockstep.models.weight_files import WeightSource
 from lockstep.workers.engine.base import OptimResult, logits_at_once
 from lockstep.workers.engine.fsdp import sharded_model, sharding
 from lockstep.workers.engine.fsdp.saved import SavedFSDP

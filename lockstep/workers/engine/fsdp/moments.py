@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lockstep.models.weight_file import TensorSpec
+from lockstep.models.weight_files import TensorSpec
 from lockstep.workers.engine import moments
 from lockstep.workers.engine.fsdp.sharded_model import hf_name
 from lockstep.workers.engine.moments import Named, moment_of

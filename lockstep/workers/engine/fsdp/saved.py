@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lockstep.errors import DataError
 from lockstep.models.lora import ADAPTER, Lora
-from lockstep.models.meta import WeightFiles
-from lockstep.models.weight_file import write_weights
+from lockstep.models.weight_files import WeightFiles, write_weights
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.checkpoint import Progress, Specs, Write
 from lockstep.workers.engine.fsdp import moments, sharding

@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny import save_tiny_model, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 
-from lockstep.models.weight_file import write_weights
+from lockstep.errors import DataError
+from lockstep.models.weight_files import check_weight_files, count_parameters, write_weights
+
+WHOLE = save({"a": torch.ones(3, 5), "b": torch.zeros(2, dtype=torch.bfloat16)}, metadata={"format": "pt"})
+
+
+def test_whole_files_and_folders_without_any_pass(tmp_path):
+    check_weight_files(tmp_path)
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file({}, tmp_path / "empty.safetensors")
+    check_weight_files(tmp_path)
+
+
+@settings(max_examples=50, deadline=None)
+@given(length=st.integers(0, len(WHOLE) - 1))
+def test_whatever_is_cut_off_is_noticed(tmp_path_factory, length):
+    folder = tmp_path_factory.mktemp("cut")
+    (folder / "model.safetensors").write_bytes(WHOLE[:length])
+    with pytest.raises(DataError, match=rf"model\.safetensors is .* it has {length:,} bytes.*copy or download it again"):
+        check_weight_files(folder)
+
+
+def test_a_file_that_the_index_names_must_be_there(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    (tmp_path / "one.safetensors").write_bytes(WHOLE)
+    with pytest.raises(DataError, match=r"lacks 1 of 2 files of weights, first two\.safetensors"):
+        check_weight_files(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(DataError, match=r"index\.json cannot be read as an index"):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_count_is_that_of_the_model(tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    assert count_parameters(save_tiny_model(tmp_path, tie_word_embeddings=tied)) == sum(p.numel() for p in model.parameters())
+
+
+def test_several_files_add_up_and_scalars_count(tmp_path):
+    save_file({"a": torch.zeros(2, 3), "scalar": torch.tensor(1.0)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert count_parameters(str(tmp_path)) == 12
+
+
+def test_there_is_no_count_without_files_to_read(tmp_path):
+    assert count_parameters(str(tmp_path)) is None
+    assert count_parameters("someone/some-model") is None
+
 
 TENSORS = {
     "a.weight": torch.randn(3, 5),

@@ -6,7 +6,7 @@ from helpers.mixtures import MIXTURES
 from helpers.tiny import save_tiny_model, tiny_config
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.utils.hf_config import context_limit, packed_limit, read_model_config, stop_token_ids
+from lockstep.models.hf_config import context_limit, packed_limit, read_model_config, stop_token_ids
 
 
 @pytest.fixture(scope="module")

