@@ -1,6 +1,7 @@
 """The command line of `lockstep explain`."""
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.auto import tokens_in_words
 from lockstep.config.data import EMBEDDED
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.presets import ALGORITHMS
+from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, LockstepError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
@@ -18,56 +21,78 @@ _EMBEDDED_ROWS = 2048
 def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
-    asked = read_asked(options.words, options.config, None if options.gpu else _device_of)
-    _check(asked, options.gpu)
-    for part in list(_parts(asked, options.gpu)):  # all of it, or an error alone
+    words = [*options.words, *(["--from-verl"] if options.from_verl else [])]
+    asked = read_asked(words, options.config, None if options.gpu else _device_of)
+    asked = dataclasses.replace(asked, config=_checked(asked, options.gpu))
+    for part in list(_parts(asked, options.gpu, options.all)):  # all of it, or an error alone
         print(f"{part}\n")
     return 0
 
 
-def _check(asked: Asked, gpu: str | None) -> None:
+def _checked(asked: Asked, gpu: str | None) -> Any:
     from lockstep.planner import find_device
     from lockstep.tools.plan.refused import check_run
 
-    check_run(asked.config, None if gpu is None else find_device(gpu))
+    if asked.command in ALGORITHMS:
+        from lockstep.trainer.main_ppo import check_data_named
+
+        check_data_named(asked.config)
+    return check_run(asked.config, None if gpu is None else find_device(gpu))
 
 
-def _parts(asked: Asked, gpu: str | None) -> Iterator[str]:
+def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
     from lockstep.tools.explain.values import values_text
 
     section = asked.config.trainer
     yield f"lockstep {asked.command}: run {section.experiment_name} in {section.run_dir}"
-    yield values_text(asked)
+    device = "cuda" if gpu else _device_of(section.device)
     if not isinstance(asked.config, PPOConfig):
-        yield _stage_words(asked.config)
+        yield _stage_words(asked.config, device)
+        yield values_text(asked, shows_all)
         return
     from lockstep.data.schedule import PromptSchedule
-    from lockstep.tools.explain.ppo import places, stages
+    from lockstep.tools.explain.ppo import episodes, places, stages, validation
 
-    config = asked.config
-    device = _device_of(section.device)
-    rows = _rows(config)
+    config, total = asked.config, asked.config.trainer.total_training_steps
+    rows = _rows(config.data, config.data.train_files, config.data.train_max_samples)
     if isinstance(rows, int):
         PromptSchedule(
             rows, config.data.train_batch_size, config.data.shuffle, config.data_seed
         )  # raises where a batch has too few
-        total = section.total_training_steps or rows // config.data.train_batch_size * section.total_epochs
-        yield "what a step is:\n" + _indented(describe(config, rows, total, device))
+        total = total or rows // config.data.train_batch_size * section.total_epochs
+        words = describe(config, rows, total, device)
     else:
-        yield "what a step is:\n" + _indented(f"{rows}\n" + describe(config, 0, 0, device).partition("\n")[2])
-    yield "where the models are:\n" + "\n".join(f"  {pool}: {models}" for pool, models in places(config))
+        words = f"{rows}\n" + describe(config, 0, 0, device).partition("\n")[2]
+    if asked.is_first_run:
+        words += "\n(it is this small because there is no GPU here and no key says how large it is)"
+    yield "what a step is:\n" + _indented(words)
+    if config.agent.is_on:
+        yield "what an episode is:\n" + "\n".join(f"  {name:15} {what}" for name, what in episodes(config))
     yield "stages of a step:\n" + "\n".join(f"  {stage:15} {what}" for stage, what in stages(config, device))
+    val_rows = _rows(config.data, config.data.val_files, config.data.val_max_samples) if config.data.val_files else 0
+    known = val_rows if isinstance(val_rows, int) else None
+    yield "beside the steps:\n" + _indented(
+        f"validation: {validation(config, known, total)}\ncheckpoints: {_saves(section, total)}"
+    )
+    yield "where the models are:\n" + "\n".join(f"  {pool}: {models}" for pool, models in places(config))
     yield "what a step will cost:\n" + _indented(_cost(config, gpu))
+    yield values_text(asked, shows_all)
 
 
-def _rows(config: PPOConfig) -> int | str:
-    """Training prompts, or why their number is not known."""
+def _saves(section: RunConfig, total: int | None) -> str:
+    from lockstep.tools.explain.ppo import due_steps
+
+    kept = "" if section.max_ckpt_to_keep is None else f"; the newest {section.max_ckpt_to_keep} are kept"
+    return due_steps(section.save_freq, total) + kept
+
+
+def _rows(data: Any, files: Any, limit: int) -> int | str:
+    """Rows of these files, before any is left out; or why their number is not known."""
     from lockstep.data.row_files import RowFiles
 
-    files, limit = config.data.train_files, config.data.train_max_samples
     if files == EMBEDDED:
         return _EMBEDDED_ROWS
-    if config.data.custom_cls.path is not None:
+    if getattr(data, "custom_cls", None) is not None and data.custom_cls.path is not None:
         return "the number of training prompts is the dataset class's own"
     try:
         found = len(RowFiles([files] if isinstance(files, str) else list(files)))
@@ -83,8 +108,10 @@ def _cost(config: PPOConfig, gpu: str | None) -> str:
     if config.actor_rollout_ref.model.path == EMBEDDED:
         return "about a second on two CPU cores"
     here = None if gpu else _gpu_here()
+    if gpu is None and here is None:
+        return "not predicted for a CPU; --gpu NAME says it for a GPU, and lockstep plan says more"
     try:
-        device = find_device(gpu or here or "h200")
+        device = find_device(gpu or str(here))
     except ConfigError:
         if here is None:
             raise
@@ -111,7 +138,9 @@ def _gpu_here() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def _stage_words(config: Any) -> str:
+def _stage_words(config: Any, device: str) -> str:
+    from lockstep.tools.explain.ppo import due_steps
+
     batch, engine, section = config.data.train_batch_size, config.engine, config.trainer
     cut = (
         f"{engine.micro_batch_size_per_gpu} rows"
@@ -119,9 +148,24 @@ def _stage_words(config: Any) -> str:
         else tokens_in_words(engine.max_token_len_per_gpu)
     )
     count = section.n_gpus_per_node * section.nnodes
+    one = {"cuda": "GPU", "cpu": "CPU process"}[device]
+    several = f"{one}s" if one == "GPU" else f"{one}es"
+    rows = _rows(config.data, config.data.train_files, getattr(config.data, "train_max_samples", -1))
+    total = section.total_training_steps
+    if isinstance(rows, int):
+        per_epoch = rows // batch
+        total = total or per_epoch * section.total_epochs
+        steps = f"{rows} rows in the files, {batch} a step: at most {per_epoch} steps an epoch, {total} steps in all"
+    else:
+        steps = rows.replace("prompts", "rows") + ("" if total is None else f"; {total} steps in all")
+    checks = due_steps(section.test_freq, total)
+    checks = f"before the first step, {checks}" if section.val_before_train else checks
     return "what a step is:\n" + _indented(
+        f"{steps}\n"
         f"{batch} rows of up to {config.data.max_length} tokens, one update of {config.model.path} ({engine.strategy})\n"
-        f"on {count} process{'es' if count > 1 else ''}, at most {cut} at once on each (this bounds memory, not the result)"
+        f"on {count} {several if count > 1 else one}, at most {cut} at once on each (this bounds memory, not the result)\n"
+        f"validation: {checks if config.data.val_files else 'none: data.val_files is not set'}\n"
+        f"checkpoints: {_saves(section, total)}"
     )
 
 
@@ -135,5 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     words = "as lockstep ppo takes them; a first word such as grpo names another"
     parser.add_argument("words", nargs="*", metavar="[COMMAND] key=value", help=words)
     parser.add_argument("--config", help="a YAML file with keys")
-    parser.add_argument("--gpu", help="for what a step costs; without it the GPU that is here, or an h200")
+    parser.add_argument("--gpu", help="describe the run on this GPU, with what a step costs; without it, the run here")
+    parser.add_argument("--all", action="store_true", help="list the defaults too")
+    parser.add_argument("--from-verl", action="store_true", help="file and keys are verl's")
     return parser

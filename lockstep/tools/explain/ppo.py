@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lockstep.agents.training import agent_of
 from lockstep.config.critic import CriticConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import RewardModelConfig
@@ -19,7 +20,8 @@ def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
     policy, algorithm, batch = config.actor_rollout_ref, config.algorithm, config.data.train_batch_size
     again = "; again until the batch is full of groups with a signal" if algorithm.filter_groups.enable else ""
     how = f"with {policy.rollout.name}, temperature {policy.rollout.temperature:g}"
-    yield "gen", f"{batch} prompts x {policy.rollout.n} responses {how}{again}"
+    what = "episodes" if config.agent.is_on else "responses"
+    yield "gen", f"{batch} prompts x {policy.rollout.n} {what} {how}{again}"
     yield "reward", _judge(config)
     if algorithm.adv_estimator == "remax":
         yield "gen_max", f"a greedy response to each of the {batch} prompts, whose score is the baseline"
@@ -54,7 +56,67 @@ def _values(config: PPOConfig) -> str:
     return "a pass of the critic"
 
 
+def episodes(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """(what, which) of a run whose prompts become episodes."""
+    agent = config.agent
+    kind = agent_of(config).environment_class()
+    own = "the built-in one, which calls tools" if agent.environment is None else agent.environment
+    judge = _function(config) if kind.is_judged else "the environment"
+    yield "environment", f"{own}; the reward of an episode is given by {judge}"
+    named = [*agent.tools, *(f"those of the MCP server '{command}'" for command in agent.mcp)]
+    classes = getattr(kind, "tools", ())
+    named += [getattr(tool, "__name__", str(tool)) for tool in classes] if isinstance(classes, (list, tuple)) else []
+    yield "tools", ", ".join(named) or "none"
+    tokens = "" if agent.max_turn_tokens is None else f", each of up to {agent.max_turn_tokens} tokens"
+    yield (
+        "turns",
+        (
+            f"at most {agent.max_turns} of the policy{tokens}; {config.data.max_response_length} tokens for all that is written in an "
+            f"episode; {agent.max_environments} episodes at once in each worker"
+        ),
+    )
+
+
+def validation(config: PPOConfig, num_rows: int | None, total: int | None) -> str:
+    """When validations are made, of how many rows, and how answers are drawn."""
+    if not config.data.val_files:
+        return "none: data.val_files is not set"
+    kwargs, trainer = config.actor_rollout_ref.rollout.val_kwargs, config.trainer
+    rows = "all rows" if num_rows is None else f"{num_rows} rows"
+    each = f"{kwargs.n} answers each" if kwargs.n > 1 else "1 answer each"
+    drawn = f"{each} at temperature {kwargs.temperature:g}" + (" (greedy)" if not kwargs.temperature else "")
+    if kwargs.n > 1 and not kwargs.temperature:
+        drawn += (
+            f": the {kwargs.n} answers to a row are equal; set actor_rollout_ref.rollout.val_kwargs.temperature above 0, or "
+            "actor_rollout_ref.rollout.val_kwargs.n=1"
+        )
+    when = due_steps(trainer.test_freq, total)
+    if trainer.val_before_train:
+        step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        first = rows if num_rows is None else f"{len(trainer.first_validation_rows(num_rows, kwargs.n, step))} rows"
+        when = f"before the first step ({first}), {when}"
+    return f"{when}: {rows}, {drawn}"
+
+
+def due_steps(frequency: int, total: int | None) -> str:
+    """The steps after which something is done that has this frequency."""
+    last = "after the last step" if total is None else f"after step {total}, the last"
+    if not frequency:
+        return "never after a step"
+    if frequency < 0:
+        return last
+    every = f"after every {frequency} steps" if frequency > 1 else "after every step"
+    is_last = total is not None and total % frequency == 0
+    return every if frequency == 1 or is_last else f"{every} and {last}"
+
+
 def _judge(config: PPOConfig) -> str:
+    if config.agent.is_on and not agent_of(config).environment_class().is_judged:
+        return "the environment"
+    return _function(config)
+
+
+def _function(config: PPOConfig) -> str:
     reward = config.reward
     if config.reward_model.enable:
         return f"the reward model {config.reward_model.model.path}"

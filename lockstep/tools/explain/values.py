@@ -38,18 +38,25 @@ def values(asked: Asked) -> Iterator[tuple[str, Any, str]]:
         yield key, shown, origin
 
 
-def values_text(asked: Asked) -> str:
-    """What is not a default, one per line with its origin; then the defaults, by section."""
+def values_text(asked: Asked, shows_all: bool = False) -> str:
+    """What the user gave and what was set for them, one per line with its origin; the defaults, by section, only with `shows_all`."""
     listed = list(values(asked))
-    width = max(len(f"{key}={value}") for key, value, origin in listed if origin != DEFAULT)
-    lines = ["values that are not the defaults:", ""]
-    lines += [f"  {f'{key}={value}':{min(width, 90)}}  {origin}" for key, value, origin in listed if origin != DEFAULT]
-    lines += ["", "defaults:", ""]
+    by_user = {layer.origin for layer in asked.layers if layer.by_user}
+    given = [item for item in listed if item[2] in by_user]
+    made = [item for item in listed if item[2] not in by_user and item[2] != DEFAULT]
+    width = min(90, max((len(f"{key}={value}") for key, value, _ in given + made), default=0))
+    lines: list[str] = []
+    for title, entries in (("given by you:", given), ("set for you:", made)):
+        if entries:
+            lines += ["", title, *(f"  {f'{key}={value}':{width}}  {origin}" for key, value, origin in entries)]
+    defaults = [item for item in listed if item[2] == DEFAULT]
+    if not shows_all:
+        return "\n".join([*lines[1:], "", f"{len(defaults)} other keys have their defaults (--all lists them)"])
+    lines += ["", "defaults:"]
     groups: dict[str, list[str]] = {}
-    for key, value, origin in listed:
-        if origin == DEFAULT:
-            group, _, name = key.rpartition(".")
-            groups.setdefault(group, []).append(f"{name}={value}")
-    for group, entries in groups.items():
-        lines.append(textwrap.fill("  ".join(entries), _WIDTH, initial_indent=f"  {group}: ", subsequent_indent="      "))
-    return "\n".join(lines)
+    for key, value, _ in defaults:
+        group, _, name = key.rpartition(".")
+        groups.setdefault(group, []).append(f"{name}={value}")
+    for group, names in groups.items():
+        lines.append(textwrap.fill("  ".join(names), _WIDTH, initial_indent=f"  {group}: ", subsequent_indent="      "))
+    return "\n".join(lines[1:])

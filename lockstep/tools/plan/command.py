@@ -16,6 +16,9 @@ from lockstep.tools.asked import Asked, read_asked
 if TYPE_CHECKING:
     from lockstep.planner import Prediction
 
+_GPU = "h200"
+"""What is planned for where no GPU is named: the constants were measured on it."""
+
 
 @as_command
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--run has keys, lengths and number of GPUs from the run's folder; beside it only --gpu is read")
         from lockstep.tools.plan.measured import compare_run
 
-        print(compare_run(options.run, options.gpu))
+        print(compare_run(options.run, options.gpu or _GPU))
         return 0
     from lockstep.planner import reusing_models
 
@@ -36,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    asked = read_asked(options.words, options.config)
+    words = [*options.words, *(["--from-verl"] if options.from_verl else [])]
+    asked = read_asked(words, options.config, None if options.gpu else _device_of)
     if options.price is not None and not options.price >= 0:
         raise ConfigError(f"--price {options.price:g} is no price; give that of one GPU for an hour")
     if not isinstance(asked.config, PPOConfig):
@@ -51,16 +55,20 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(
             "the embedded task's model is not planned; name one: actor_rollout_ref.model.path=MODEL data.train_files=FILE"
         )
-    config, device = _on(asked.config, options.count), find_device(options.gpu)
+    config, device = _on(asked.config, options.count), find_device(options.gpu or _GPU)
     data = config.data
     lengths = Lengths(
         _length("--prompt-length", options.prompt_length, data.max_prompt_length, "data.max_prompt_length"),
         _length("--response-length", options.response_length, data.max_response_length, "data.max_response_length"),
     )
-    check_run(config, device)
+    config = check_run(config, device)
     ask = functools.partial(predicted, device=device, lengths=lengths)
     rows = f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens in the mean"
-    head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {rows}"
+    group = config.actor_rollout_ref.rollout.n
+    step = f"a step of {data.train_batch_size} prompts x {group} = {data.train_batch_size * group} responses"
+    head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {step}; {rows}"
+    if asked.is_first_run:
+        head += "\n(the step of the run that would start here, on a CPU; --gpu NAME plans the larger one that would start on a GPU)"
     try:
         found = ask(config)
     except ResourceError as error:
@@ -102,12 +110,12 @@ def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
 
     if asked.command == "distill":
         raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
-    config, device, longest = asked.config, find_device(options.gpu), asked.config.data.max_length
+    config, device, longest = asked.config, find_device(options.gpu or _GPU), asked.config.data.max_length
     if options.count is not None:
         each, machines = _machines(options.count)
         trainer = dataclasses.replace(config.trainer, n_gpus_per_node=each, nnodes=machines)
         config = dataclasses.replace(config, trainer=trainer)
-    check_run(config, device)
+    config = check_run(config, device)
     prompt = 0.0 if options.prompt_length is None else _length("--prompt-length", options.prompt_length, longest, "data.max_length")
     response = _length("--response-length", options.response_length, longest, "data.max_length")
     lengths = Lengths(prompt, min(response, longest - prompt))
@@ -119,6 +127,12 @@ def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
     print(f"{asked.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
     return 0
+
+
+def _device_of(name: str) -> str:
+    from lockstep.utils.device import resolve_device
+
+    return resolve_device(name)
 
 
 def _length(option: str, given: float | None, longest: int, key: str) -> float:
@@ -178,7 +192,8 @@ def _parser() -> argparse.ArgumentParser:
         help="as for lockstep ppo; a first word such as grpo names another command",
     )
     parser.add_argument("--config", help="a YAML file with keys")
-    parser.add_argument("--gpu", default="h200", help="h200, h100, a100-80gb, ... (default h200)")
+    parser.add_argument("--gpu", help=f"h200, h100, a100-80gb, ...; without it, the run that would start here, as on an {_GPU}")
+    parser.add_argument("--from-verl", action="store_true", help="file and keys are verl's")
     parser.add_argument("--count", type=int, help="GPUs, eight to a machine; without it those of the keys")
     parser.add_argument("--price", type=float, help="of one GPU for an hour, in any currency")
     parser.add_argument("--prompt-length", type=float, help="mean tokens of a prompt; without it the longest")

@@ -9,6 +9,7 @@ from lockstep.tools.asked import read_asked
 from lockstep.tools.explain.command import main
 from lockstep.tools.explain.ppo import places, stages
 from lockstep.tools.explain.values import values
+from lockstep.tools.plan.command import main as plan
 
 NAMED = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=model"]
 
@@ -109,6 +110,7 @@ def test_a_gpu_here_that_the_plan_does_not_know_is_no_error(model, capsys, monke
     assert "not known: lockstep plan has no numbers of the GPU that is here, NVIDIA L4; --gpu NAME" in capsys.readouterr().out
 
 
+ROW = '{"prompt": "a", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}\n'
 FP8 = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
 SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
 
@@ -131,12 +133,22 @@ SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
             ["distill", "STAGE", "teacher.path=MODEL", "data.max_length=60", "distill.max_response_length=5"],
             "=65 tokens, but MODEL holds 64",
         ),
+        (["ppo", "MODEL", *SHORT, "reward.custom_reward_function.path=TRL"], "has TRL's arguments"),
+        (
+            ["ppo", "MODEL", *SHORT, "data.train_files=TAGGED", "data.train_batch_size=2"],
+            "no reward function for data_source 'nobodys'",
+        ),
+        (["ppo", "MODEL", *SHORT, "agent.environment=nothing:Here"], "nothing"),
+        (["ppo", "MODEL", *SHORT, "agent.tools=[nothing:here]"], "nothing"),
         (["dpo", "data.train_files=x.parquet", "model.path=nowhere/at/all"], "nowhere/at/all does not exist"),
     ],
 )
 def test_what_training_would_refuse_is_refused_in_its_words_and_nothing_else_is_said(words, said, model, capsys, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
-    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")) for word in words]
+    (tmp_path / "rows.jsonl").write_text(ROW * 3)
+    (tmp_path / "trl.py").write_text("def compute_score(completions, **kwargs):\n    return [0.0]\n")
+    words = [word.replace("TRL", str(tmp_path / "trl.py")) for word in words]
+    (tmp_path / "tagged.jsonl").write_text('{"prompt": "a", "data_source": "nobodys"}\n' * 3)
+    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")).replace("TAGGED", str(tmp_path / "tagged.jsonl")) for word in words]
     ways = {"MODEL": f"data.train_files=x.parquet actor_rollout_ref.model.path={model}".split()}
     ways["STAGE"] = f"data.train_files=x.parquet model.path={model}".split()
     assert main([word.replace("MODEL", model) for given in words for word in ways.get(given, [given])]) == 1
@@ -149,3 +161,93 @@ def test_what_training_would_refuse_is_refused_in_its_words_and_nothing_else_is_
 def test_a_wrong_configuration_is_one_line(capsys):
     assert main(["ppo", "data.train_batch_size=0"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def numbers(text):
+    return re.search(r"(\d+) prompts x (\d+)", text).groups()
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu", "h200"]])
+def test_explain_and_plan_describe_the_same_run(gpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    tiny_config(max_position_embeddings=1024).save_pretrained(tmp_path / "m")
+    words = ["grpo", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={tmp_path / 'm'}", *gpu]
+    assert main(words) == 0
+    explained = capsys.readouterr().out
+    assert plan(words) == 0
+    planned = capsys.readouterr().out
+    assert numbers(explained) == numbers(planned) == (("64", "8") if gpu else ("4", "8"))
+    assert ("h200" in explained) == bool(gpu)
+    assert f"responses of up to {512 if gpu else 128} tokens" in explained
+    assert f"responses of {512 if gpu else 128} tokens" in planned
+
+
+def test_what_happens_beside_the_steps_is_said(model, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(ROW * 40)
+    base = ["grpo", f"actor_rollout_ref.model.path={model}", *SHORT, f"data.train_files={rows}", "data.train_batch_size=4"]
+    more = [f"data.val_files={rows}", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=6", "trainer.save_freq=4"]
+    assert main([*base, *more, "actor_rollout_ref.rollout.val_kwargs.n=2"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "validation: before the first step (4 rows), after step 6, the last: 40 rows, 2 answers each at temperature 0 (greedy)"
+        in text
+    )
+    assert "are equal" in text
+    assert "checkpoints: after every 4 steps and after step 6, the last" in text
+    assert main(base) == 0
+    assert "validation: none: data.val_files is not set" in capsys.readouterr().out
+
+
+def test_the_steps_of_other_recipes_are_counted(model, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n' * 10)
+    words = ["sft", f"data.train_files={rows}", f"model.path={model}", "data.max_length=64", "data.train_batch_size=4"]
+    assert main([*words, "trainer.total_epochs=3"]) == 0
+    assert "10 rows in the files, 4 a step: at most 2 steps an epoch, 6 steps in all" in capsys.readouterr().out
+
+
+def test_defaults_are_listed_on_request_and_what_the_user_gave_is_apart(model, capsys):
+    words = ["ppo", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={model}", *SHORT, "algorithm.lam=1.0"]
+    assert main(words) == 0
+    short = capsys.readouterr().out
+    given, _, others = short.partition("given by you:")[2].partition("set for you:")
+    assert "algorithm.lam=1.0" in given  # though that is its default
+    assert "experiment_name" in others
+    assert "gamma=1.0" not in short
+    assert main([*words, "--all"]) == 0
+    assert "gamma=1.0" in capsys.readouterr().out
+
+
+ENVIRONMENT = """
+from lockstep.agents import Environment, Turn
+
+
+class Guess(Environment):
+    is_judged = True
+
+    def step(self, action):
+        return Turn(done=True)
+"""
+
+
+def test_an_agents_environment_tools_and_turns_are_named(model, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    words = ["grpo", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={model}", *SHORT, "agent.max_turns=3"]
+    assert main([*words, f"agent.environment={tmp_path / 'mine.py'}:Guess"]) == 0
+    text = capsys.readouterr().out
+    assert f"{tmp_path / 'mine.py'}:Guess; the reward of an episode is given by the rule that data_source names" in text
+    assert re.search(r"tools +none", text)
+    assert "at most 3 of the policy" in text
+    assert re.search(r"gen +64 prompts x 8 episodes", text)
+    assert main([*words, "agent.tools=[calculator]"]) == 0
+    assert re.search(r"tools +calculator", capsys.readouterr().out)
+
+
+def test_a_verl_command_is_explained(model, capsys):
+    words = ["--from-verl", "data.train_files=x.parquet", f"actor_rollout_ref.model.path={model}", *SHORT]
+    sizes = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"]
+    assert main([*words, *sizes, "algorithm.adv_estimator=grpo"]) == 0
+    assert "8 prompts x 4 samples" in capsys.readouterr().out
+    assert main(["sft", "--from-verl", "data.train_files=x.parquet", f"model.path={model}"]) == 1
+    assert "--from-verl is for ppo" in capsys.readouterr().err

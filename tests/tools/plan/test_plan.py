@@ -151,7 +151,7 @@ def test_a_gpu_is_found_by_the_name_that_cuda_gives_it(name, found):
         (["--run", "/nonexistent"], "is not the folder of a run"),
         (["grpo", "--run", "/nonexistent"], "beside it only --gpu is read"),
         (["--run", "/nonexistent", "--count", "2"], "beside it only --gpu is read"),
-        (["MODEL", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
+        (["MODEL", "--gpu", "h200", "--response-length", "513"], "no mean of lengths up to data.max_response_length=512"),
         (["MODEL", "--prompt-length", "0"], "no mean of lengths"),
         (["MODEL", "--count", "12"], "up to 8 GPUs, or machines of 8"),
         (["MODEL", "--price", "-3"], "--price -3 is no price"),
