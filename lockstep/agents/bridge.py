@@ -56,7 +56,8 @@ class Bridge:
         """Raises ConfigError, saying what depends on what, where the rule does not hold for the template."""
         if not tokenizer.chat_template:
             raise ConfigError("agents need a tokenizer with a chat template: messages of several turns have no form without one")
-        self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, template_kwargs)
+        self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, template_kwargs)
         self._tools = list(tools) or None
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tokenizer.all_special_tokens}  # type: ignore[arg-type]
@@ -114,7 +115,8 @@ class Bridge:
         if self._tools is not None and not self.has_tools:
             text = _TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._tools))
             if shown and shown[0]["role"] == "system":
-                text, shown = f"{shown[0]['content']}\n\n{text}", shown[1:]
+                text = f"{shown[0]['content']}\n\n{text}"
+                shown = shown[1:]
             shown = [{"role": "system", "content": text}, *shown]
         return self._template.render(shown, self._tools if self.has_tools else None, add_generation_prompt=True)
 
@@ -157,7 +159,8 @@ class Bridge:
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template takes them: results of tools with the ids of their calls, or as the user's."""
-        shown, number = [], 0
+        shown = []
+        number = 0
         for message in messages:
             if message["role"] != "tool":
                 number = 0
@@ -239,7 +242,8 @@ def _last_action(said: Sequence[Message | Action]) -> int:
 
 
 def _histories() -> list[list[Message]]:
-    asks, says = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."}
+    asks = {"role": "user", "content": "Hello"}
+    says = {"role": "assistant", "content": "Hi there."}
     thinks = says | {"content": "<think>\nHm.\n</think>\n\nHi.", "reasoning_content": "Hm."}
     return [
         [asks],

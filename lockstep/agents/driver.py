@@ -49,7 +49,8 @@ class Encoded:
     """Text to be encoded; awaited, its token ids."""
 
     def __init__(self, bridge: Bridge, text: str) -> None:
-        self.bridge, self.text = bridge, text
+        self.bridge = bridge
+        self.text = text
         self.ids: list[int] = []
 
     def __await__(self) -> Generator["Encoded", None, list[int]]:
@@ -145,7 +146,8 @@ class Driver:
         if self._called and not (self._asked or self._texts):
             ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
             self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
-        called, patient_until = self._just_called, time.monotonic() + _PATIENCE_S
+        called = self._just_called
+        patient_until = time.monotonic() + _PATIENCE_S
         self._just_called = set()
         for _ in range(_AT_ONCE):
             left = patient_until - time.monotonic() if self._is_quick and called & self._called.keys() else 0.0
@@ -168,7 +170,8 @@ class Driver:
             self._go_on(play)
 
     def _encode(self) -> None:
-        texts, self._texts = self._texts, []
+        texts = self._texts
+        self._texts = []
         groups: dict[int, list[Encoded]] = defaultdict(list)
         for _, encoded in texts:
             groups[id(encoded.bridge.tokenizer)].append(encoded)

@@ -61,7 +61,8 @@ class Episode:
         """What the environment said."""
         self.messages += turn.messages
         self.info |= turn.info
-        self.calls, self.faults = self.calls - turn.faults, self.faults + turn.faults
+        self.calls = self.calls - turn.faults
+        self.faults = self.faults + turn.faults
         names = ("reward", "done", "info", "faults")
         self.heard.append({"messages": len(turn.messages)} | {name: getattr(turn, name) for name in names})
         if turn.reward is not None:
@@ -76,7 +77,8 @@ class Episode:
     def add_environment(self, ids: Sequence[int], is_new_context: bool = False) -> None:
         """Tokens that were put between two turns, or all that the policy sees from now on."""
         if is_new_context:
-            self.contexts, self.context = self.contexts + 1, []
+            self.contexts = self.contexts + 1
+            self.context = []
         self._add(ids, [float("nan")] * len(ids), 0)
         if is_new_context:
             self.restarts[-len(ids)] = 1

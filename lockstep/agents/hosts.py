@@ -62,7 +62,9 @@ class Waited:
         """`counts`: its seconds are the environment's."""
         self.future = host.last = future
         self._counts = counts
-        self._host, self._started, self._timeout_s = host, time.monotonic(), timeout_s
+        self._host = host
+        self._started = time.monotonic()
+        self._timeout_s = timeout_s
         self._ended: float | None = None
         self.deadline = None if timeout_s is None else self._started + timeout_s
         """When nobody waits for it any longer; None where the host itself ends it in time."""
@@ -184,7 +186,8 @@ class ProcessHost(Host):
 
     def close(self, waits: bool = True) -> None:
         if self._child is not None:
-            self._closing, self._child = self._child.put(None), None
+            self._closing = self._child.put(None)
+            self._child = None
         if waits and self._closing is not None:
             self._closing.result()
 
@@ -257,7 +260,8 @@ class ThreadHost(Host):
         return Waited(self, _in_thread(call, self._place), self._timeout_s)
 
     def leave_behind(self) -> None:
-        place, self._place = self._place, Place()
+        place = self._place
+        self._place = Place()
         if self.last is not None:
             self.last.add_done_callback(lambda _: _in_thread(end, place))
 
@@ -275,7 +279,8 @@ class LoopHost(ThreadHost):
         return Waited(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
 
     def leave_behind(self) -> None:
-        place, self._place = self._place, Place()
+        place = self._place
+        self._place = Place()
         if place.loop is not None:
             place.loop.submit(_end_late(place))
 
@@ -334,7 +339,8 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
     messages = [_checked_message(each) for each in (turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages])]
     try:
-        done, faults = bool(turn.done), int(turn.faults)
+        done = bool(turn.done)
+        faults = int(turn.faults)
         info = json.loads(json.dumps(turn.info, default=_as_json, allow_nan=False), parse_int=_int)
     except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
         # A tensor of several numbers, a circle, a key that is no text, a number that is not finite.
@@ -344,13 +350,11 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
             "reset must return the first messages, without a reward and not done: the policy has said nothing yet"
         )
     # In place: the call's future holds the turn, which may be large until it is cut.
-    turn.messages, turn.reward, turn.done, turn.info, turn.faults = (
-        messages,
-        None if reward is None else float(reward),
-        done,
-        info,
-        faults,
-    )
+    turn.messages = messages
+    turn.reward = None if reward is None else float(reward)
+    turn.done = done
+    turn.info = info
+    turn.faults = faults
     return turn
 
 
@@ -421,7 +425,8 @@ def step(action: Action, place: Place) -> Any:
 
 def end(place: Place) -> Any:
     """Close the environment, if there is one."""
-    environment, place.environment = place.environment, None
+    environment = place.environment
+    place.environment = None
     return environment.close() if environment is not None else None
 
 

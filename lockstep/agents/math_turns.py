@@ -32,7 +32,8 @@ class MathTurns(ToolEnvironment):
         truth = (row.get("reward_model") or {}).get("ground_truth")
         if truth is None:
             raise DataError("MathTurns needs rows with reward_model.ground_truth, as lockstep preprocess gsm8k writes them")
-        self._source, self._truth = row["data_source"], truth
+        self._source = row["data_source"]
+        self._truth = truth
         turn = super().reset(row, seed)
         assert isinstance(turn, Turn)
         return turn
@@ -45,7 +46,8 @@ class MathTurns(ToolEnvironment):
             return turn
         judged = default_compute_score(self._source, action.content, self._truth)
         score = float(judged["score"] if isinstance(judged, dict) else judged)
-        number, self._left = self._attempts - self._left + 1, self._left - 1
+        number = self._attempts - self._left + 1
+        self._left = self._left - 1
         info = {"right": int(score > 0), "attempts": number}
         if score > 0 or not self._left:
             return Turn(reward=score / number, done=True, info=info)

@@ -22,7 +22,8 @@ class Server:
 
     def __init__(self, command: str, timeout_s: float) -> None:
         """`timeout_s` is for its start and for each call."""
-        self._command, self._timeout_s = command, timeout_s
+        self._command = command
+        self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
         self._ended: Future[None] = Future()
@@ -45,7 +46,9 @@ class Server:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        loop, self._loop, self._session = self._loop, None, None
+        loop = self._loop
+        self._loop = None
+        self._session = None
         if loop is None:
             return
         with contextlib.suppress(RuntimeError):  # its loop has ended: it could not be started, or it died
@@ -69,7 +72,8 @@ class Server:
 
     def _start(self) -> None:
         started: Future[Any] = Future()
-        self._loop, self._ended = asyncio.new_event_loop(), Future()
+        self._loop = asyncio.new_event_loop()
+        self._ended = Future()
         threading.Thread(target=self._run, args=(self._loop, started), name="mcp", daemon=True).start()
         try:
             self._session = started.result()
@@ -116,7 +120,8 @@ class ServerTool:
     """A function that a server has. Tools of one server share it."""
 
     def __init__(self, server: Server, name: str) -> None:
-        self._server, self._name = server, name
+        self._server = server
+        self._name = name
 
     def __call__(self, **arguments: Any) -> str:
         return self._server.call(self._name, arguments)

@@ -93,7 +93,11 @@ class Player:
         """`sampling.max_tokens` is what an episode may have after its prompt, the environment's tokens included. `inner_ids` end no turn,
         whatever the template writes at a turn's end."""
         self._inner_ids = inner_ids
-        self._engine, self._tokenizer, self._parse, self._sampling, self._limits = engine, tokenizer, parse, sampling, limits
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._parse = parse
+        self._sampling = sampling
+        self._limits = limits
         self._longest_token = _longest_token(tokenizer)
 
     def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
@@ -124,7 +128,8 @@ class Player:
                 try:
                     episode: Episode | None = await self._attempt(task, host, stream)
                 except EnvironmentFailed as error:
-                    episode, failure = None, str(error)
+                    episode = None
+                    failure = str(error)
                 seconds += host.seconds
                 try:
                     await host.ending()
@@ -136,7 +141,8 @@ class Player:
         return missing(task.prompt_ids, failure, self._limits.retries, seconds, task.seed)
 
     async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
-        limits, bridge = self._limits, task.bridge
+        limits = self._limits
+        bridge = task.bridge
         if (start := host.starting(task.make, task.kwargs)) is not None:
             await start
         turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
@@ -144,7 +150,8 @@ class Player:
             self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
         with _refusals():
             text = bridge.start_text(turn.messages)
-        new, previous = await Encoded(bridge, text), None
+        new = await Encoded(bridge, text)
+        previous = None
         if limits.max_prompt_tokens is not None and limits.prompt_side is not None:
             new = truncate(new, limits.max_prompt_tokens, limits.prompt_side)
         if limits.max_prompt_tokens is not None and len(new) > limits.max_prompt_tokens:
@@ -250,7 +257,8 @@ class Player:
             turn.messages = [self._cut(message, most, measures=limit is not None) for message in turn.messages]
 
     def _cut(self, message: Message, most: int, measures: bool) -> Message:
-        content, possible = message["content"], (most + 1) * self._longest_token
+        content = message["content"]
+        possible = (most + 1) * self._longest_token
         if not measures and len(content) <= possible:
             return message
         ids = self._tokenizer(content[:possible], add_special_tokens=False, verbose=False)["input_ids"]

@@ -32,7 +32,8 @@ from lockstep.utils.files import named_errors
 if TYPE_CHECKING:
     from lockstep.protocol import DataProto
 
-FOLDER, KINDS = "episodes", "kinds.json"
+FOLDER = "episodes"
+KINDS = "kinds.json"
 
 
 class Recorder:

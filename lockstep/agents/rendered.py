@@ -43,7 +43,8 @@ class TemplateBridge(Bridge):
     def next_tokens(self, said: Sequence[Message | Action], row: Sequence[int]) -> tuple[list[int], bool]:
         """See Bridge. An answer is shown to the template as the text that it is, or without the blanks around it, which some generation
         prompts leave to the policy; where that breaks the prefix, or is refused, as content and calls."""
-        refusal, whole = None, None
+        refusal = None
+        whole = None
         for form in (str, str.strip, None):
             try:
                 whole = self._encode(self.start_text([self._message(part, form) for part in said]))

@@ -21,7 +21,8 @@ import numpy as np
 from lockstep.agents.tools import Tool, ToolError
 from lockstep.errors import ConfigError
 
-_K1, _B = 1.5, 0.75
+_K1 = 1.5
+_B = 0.75
 _SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 _WORD = re.compile(r"\w+")
 
@@ -122,14 +123,16 @@ def _passages(file: Path, name: str) -> Iterator[Passage]:
             if line.strip():
                 yield Passage(f"{name}:{number}", _text_of(line, f"{file}, line {number}"))
         return
-    begin, lines = 1, []
+    begin = 1
+    lines = []
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.strip():
             lines.append(line)
         else:
             if lines:
                 yield Passage(f"{name}:{begin}", "\n".join(lines))
-            begin, lines = number + 1, []
+            begin = number + 1
+            lines = []
 
 
 def _text_of(line: str, where: str) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-_NAP_S, _PATIENCE_S, _MOMENT_S = 0.25, 1.0, 0.05
+_NAP_S = 0.25
+_PATIENCE_S = 1.0
+_MOMENT_S = 0.05
 
 
 class SharedLoop:

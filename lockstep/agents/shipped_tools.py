@@ -51,7 +51,8 @@ def _value(node: ast.AST) -> Any:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, exponent = _value(left), _value(right)
+            base = _value(left)
+            exponent = _value(right)
             if abs(exponent) > 100 or abs(base) > 10**6:
                 raise ValueError("the power is too large")
             return base**exponent

@@ -30,7 +30,10 @@ class EpisodeRollout:
     """Object columns that are sent: all, since environments may read any."""
 
     def __init__(self, group: Any, agent: Agent, recorder: Recorder | None = None, last_step: int = 0) -> None:
-        self._group, self._agent, self._recorder, self._last_step = group, agent, recorder, last_step
+        self._group = group
+        self._agent = agent
+        self._recorder = recorder
+        self._last_step = last_step
 
     def generate_sequences(self, prompts: DataProto, step: int, **arguments: Any) -> DataProto:
         """`stages.generate` asks for it."""
@@ -53,7 +56,8 @@ class EpisodeRewards:
     of the policy's last turn. An episode that could not be played has no reward."""
 
     def __init__(self, judge: Any, agent: Agent) -> None:
-        self._judge, self._agent = judge, agent
+        self._judge = judge
+        self._agent = agent
         if hasattr(judge, "begin"):
             self.begin = self._begin
 
@@ -102,7 +106,8 @@ class _Scoring:
     """The scoring that a judge has begun, of these rows of the batch."""
 
     def __init__(self, begun: Any, rows: Sequence[int]) -> None:
-        self.begun, self._places = begun, {row: place for place, row in enumerate(rows)}
+        self.begun = begun
+        self._places = {row: place for place, row in enumerate(rows)}
 
     def add(self, row: int, response_ids: Any) -> None:
         """The policy's last turn of a row is there."""

@@ -81,7 +81,9 @@ def compute_score(
     result = sandbox.judge(frames, sandbox.limits.wall_s * len(cases) + _MARGIN_S)
     outcomes = _outcomes(result, secret)
     if outcomes is None:  # the judge was ended with the program
-        status, reason, passed = result.status, f"the program broke a limit: {result.status}", 0
+        status = result.status
+        reason = f"the program broke a limit: {result.status}"
+        passed = 0
     else:
         passed = outcomes.count("")
         reason = next(filter(None, outcomes), "")
@@ -208,7 +210,9 @@ def _whole_part(prompt: str) -> str:
 
 def _names(code: str) -> tuple[set[str], set[str]]:
     """The names that the code uses, and those that it defines, in whatever scope."""
-    tables, used, bound = [symtable.symtable(code, "tests", "exec")], set(), set()
+    tables = [symtable.symtable(code, "tests", "exec")]
+    used = set()
+    bound = set()
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
@@ -246,7 +250,8 @@ def _outcomes(result: Result, secret: str) -> list[str] | None:
 def _frames(text: str) -> list[Any]:
     from lockstep.judging.sandbox.wire import decode
 
-    values, at = [], 0
+    values = []
+    at = 0
     while at < len(text):
         size = int(text[at : at + 8], 16)
         values.append(decode(text[at + 8 : at + 8 + size].encode()))

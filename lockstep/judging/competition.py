@@ -37,7 +37,8 @@ def _boxed(answer: str) -> str:
 
 def _tidy(line: str) -> str:
     """The answer in such a line: what is boxed, or the only mathematics between dollar signs, or all without full stop and emphasis."""
-    boxed, maths = math.last_boxed(line), _MATHS.findall(line[:_MAX_LINE])
+    boxed = math.last_boxed(line)
+    maths = _MATHS.findall(line[:_MAX_LINE])
     if boxed is not None:
         return boxed
     return "".join(maths[0]).strip() if len(maths) == 1 else line.strip().strip("*").strip().removesuffix(".").strip()

@@ -10,5 +10,6 @@ _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
     """score, acc and format. Raises what `math.compute_score` raises."""
-    acc, has_format = math.compute_score(solution_str, ground_truth), _FORMAT.fullmatch(solution_str) is not None
+    acc = math.compute_score(solution_str, ground_truth)
+    has_format = _FORMAT.fullmatch(solution_str) is not None
     return {"score": 0.9 * acc + 0.1 * has_format, "acc": acc == 1.0, "format": has_format}

@@ -53,7 +53,8 @@ class KillableWorker:
     """
 
     def __init__(self, max_memory_mb: int | None = None) -> None:
-        self._lock, self._max_memory_mb = threading.Lock(), max_memory_mb
+        self._lock = threading.Lock()
+        self._max_memory_mb = max_memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._loaded: set[FunctionReference] = set()
@@ -95,7 +96,8 @@ class KillableWorker:
     def _load(self, reference: FunctionReference, function: Callable[..., Any]) -> None:
         # A forked copy of this object must not talk to the other process's child.
         if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = _spawn(self._max_memory_mb), os.getpid()
+            self._process = _spawn(self._max_memory_mb)
+            self._owner = os.getpid()
             self._loaded.clear()
         if reference not in self._loaded:
             self._exchange(reference, None, START_S, f"importing {function_name(function)}")
@@ -123,7 +125,8 @@ class KillableWorker:
 
     def _kill(self) -> int | None:
         """Kill the child and what it started; its exit code, or None when this process has no child."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None or self._owner != os.getpid():
             return None
         code = _end(process)

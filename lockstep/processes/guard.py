@@ -9,7 +9,8 @@ import os
 import signal
 import time
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _END_S = 5.0
 
@@ -26,7 +27,8 @@ def split(parent: int) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
-    guard, child = os.getpid(), os.fork()
+    guard = os.getpid()
+    child = os.fork()
     if not child:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -71,7 +73,8 @@ def _end_tree() -> None:
 
 
 def _children() -> list[int]:
-    mine, found = str(os.getpid()), []
+    mine = str(os.getpid())
+    found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

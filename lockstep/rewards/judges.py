@@ -25,7 +25,9 @@ from lockstep.errors import ConfigError, DataError, MissingReward
 from lockstep.processes import function_name
 from lockstep.rewards.graders import _select_rm_score_fn
 
-RULE, MODEL, SANDBOX = "rule", "model", "sandbox"
+RULE = "rule"
+MODEL = "model"
+SANDBOX = "sandbox"
 JudgeWeights = Mapping[str, float]
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -72,7 +74,9 @@ class Judges:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         weights: Mapping[str, JudgeWeights] | None = None,
     ) -> None:
-        self._compute_score, self.functions, self._weights = compute_score, dict(functions or {}), dict(weights or {})
+        self._compute_score = compute_score
+        self.functions = dict(functions or {})
+        self._weights = dict(weights or {})
         for name in self.functions:
             if name in (RULE, MODEL, SANDBOX):
                 raise ConfigError(f"reward.functions.{name}: that name is taken; choose another")

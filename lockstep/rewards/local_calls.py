@@ -41,7 +41,8 @@ class EventLoops:
     to this object, ends the loop as soon as its calls have ended."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._loop: EventLoop | None = None
         self._end: Any  # closes the loop, once
 
@@ -74,7 +75,8 @@ class EventLoop:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
         self._nap_s = min(0.5, timeout_s / 4)
         self._limit = asyncio.Semaphore(MAX_OPEN_CALLS)
         self._open: set[Future[Outcome]] = set()

@@ -70,7 +70,8 @@ class RewardManager:
         self.reward_fn_key = reward_fn_key
         judges = Judges(compute_score, functions, weights)
         # A dataset has few tags: what they mean is decided once, by `check`.
-        self.judges_of, self.explicit = functools.cache(judges.of), functools.cache(judges.explicit)
+        self.judges_of = functools.cache(judges.of)
+        self.explicit = functools.cache(judges.explicit)
         self.function = functools.cache(judges.function)
         self._sandbox = functools.cache(make_sandbox)
         self._model_judges_all = False
@@ -212,7 +213,8 @@ class Scoring:
         """Ask the judges that were not asked, wait for all, and combine. Reads responses, rm_scores, rm_judged; see
         `RewardManager.__call__` for what is returned.
         """
-        manager, responses = self._manager, data.ragged("responses")
+        manager = self._manager
+        responses = data.ragged("responses")
         judged_ids = data.ragged("last_turn") if "last_turn" in data else responses
         rm_scores = data.columns.get("rm_scores")
         judged = data.batch["rm_judged"].bool().tolist() if "rm_judged" in data else [rm_scores is not None] * len(data)

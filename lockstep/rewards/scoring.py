@@ -52,7 +52,8 @@ class ScoringPool:
     def __init__(
         self, num_workers: int, timeout_s: float, max_memory_mb: int | None = None, retries: int = RewardConfig.retries
     ) -> None:
-        self.timeout_s, self.retries = timeout_s, retries
+        self.timeout_s = timeout_s
+        self.retries = retries
         self._later = Later()
         self._processes = _Lane(num_workers, timeout_s, in_process=True, max_memory_mb=max_memory_mb)
         self._threads = _Lane(num_workers, timeout_s)
@@ -135,7 +136,9 @@ class _Lane:
     """`width` threads that take calls from one queue; each makes them in a worker process of its own, or here."""
 
     def __init__(self, width: int, timeout_s: float, in_process: bool = False, max_memory_mb: int | None = None) -> None:
-        self._width, self._timeout_s, self._in_process = width, timeout_s, in_process
+        self._width = width
+        self._timeout_s = timeout_s
+        self._in_process = in_process
         self._max_memory_mb = max_memory_mb
         self._jobs: queue.SimpleQueue[tuple[Future[Outcome], ComputeScore, dict[str, Any]] | None] = queue.SimpleQueue()
         self._num_threads = self._open = 0

@@ -17,7 +17,8 @@ def parse_harmony(text: str, schemas: Mapping[str, dict[str, Any]]) -> Parsed:
     without any message is content."""
     if "<|channel|>" not in text and "<|message|>" not in text:
         return Parsed(_END.sub("", text).strip())
-    content, found = [], list[ToolCall | Fault]()
+    content = []
+    found = list[ToolCall | Fault]()
     for part in _END.split(text):
         header, mark, body = part.partition("<|message|>")
         recipient = _RECIPIENT.search(header)

@@ -59,7 +59,9 @@ def parse_llama_json(text: str, schemas: Schemas) -> Parsed:
 
 def _calls_in_prose(text: str, schemas: Schemas) -> Parsed:
     """Objects that are calls; one that names a tool and is none is a fault; the rest is content."""
-    content, found, place = "", list[ToolCall | Fault](), 0
+    content = ""
+    found = list[ToolCall | Fault]()
+    place = 0
     while (start := text.find("{", place)) >= 0:
         content += text[place:start]
         named = _TOOL_NAME.match(text, start)
@@ -67,7 +69,8 @@ def _calls_in_prose(text: str, schemas: Schemas) -> Parsed:
         try:
             value, place = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
-            content, place = content + "{", start + 1
+            content = content + "{"
+            place = start + 1
             if is_meant:
                 found.append(Fault(f"a tool call must be {_LLAMA_FORM}; this is no JSON ({error}): {text[start : start + 200]}"))
             continue

@@ -36,7 +36,8 @@ def _read(body: str | None, schemas: Mapping[str, dict[str, Any]]) -> ToolCall |
         what = "the end tag is missing" if body is None else f"not {body.strip()[:200]}"
         return Fault(f"a tool call must be {_FORM}; {what}")
     known = schemas.get(function[1], {}).get("properties", {})
-    arguments, place = {}, 0
+    arguments = {}
+    place = 0
     while place < len(function[2].rstrip()):
         parameter = _PARAMETER.match(function[2], place)
         if parameter is None or not parameter[3]:

@@ -138,7 +138,8 @@ def brace_arguments(text: str) -> str:
             else:
                 braces += [(argument.start(1), "{"), (argument.end(1), "}")]
                 position = argument.end()
-    pieces, done = [], 0
+    pieces = []
+    done = 0
     for position, brace in sorted(braces, key=lambda b: b[0]):
         pieces += [text[done:position], brace]
         done = position
@@ -147,7 +148,8 @@ def brace_arguments(text: str) -> str:
 
 def closing_braces(text: str) -> dict[int, int]:
     r"""Position of each opening brace that is closed -> position of its closing brace; \{ and \} are characters."""
-    closing, opened = {}, []
+    closing = {}
+    opened = []
     for token in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if token[0] == "{":
             opened.append(token.start())

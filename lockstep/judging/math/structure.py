@@ -76,7 +76,9 @@ def _enclosed(text: str, depth: int) -> Node | None:
     depths = list(itertools.accumulate(_step(token[0]) for token in tokens))
     if len(tokens) < 2 or min(depths[:-1]) <= 0 or depths[-1] > 0:
         return None
-    opening, closing, inner = tokens[0][0], tokens[-1][0], text[tokens[0].end() : tokens[-1].start()]
+    opening = tokens[0][0]
+    closing = tokens[-1][0]
+    inner = text[tokens[0].end() : tokens[-1].start()]
     if opening.startswith(r"\begin"):
         return _matrix(opening, inner, depth)
     if opening == r"\{":
@@ -151,10 +153,12 @@ def _relation(parts: list[Node], signs: list[str]) -> Node:
     if signs[-1] == "~":  # an exact value beside its approximation; a name beside its value
         return Group("=", (parts[0], parts[-1])) if _is_name(parts[0]) else parts[0]
     if set(signs) <= {">", ">="}:
-        parts, signs = parts[::-1], [_MIRRORED[sign] for sign in signs[::-1]]
+        parts = parts[::-1]
+        signs = [_MIRRORED[sign] for sign in signs[::-1]]
     if set(signs) == {"="}:
         is_reversed = _is_name(parts[-1]) and not _is_name(parts[0])
-        parts, signs = [parts[-1], parts[0]] if is_reversed else [parts[0], parts[-1]], ["="]
+        parts = [parts[-1], parts[0]] if is_reversed else [parts[0], parts[-1]]
+        signs = ["="]
         if isinstance(parts[1], Group) and parts[1].kind == "list" and _is_name(parts[0]):  # x = 1 \pm 2
             return parts[1]
     return Group(" ".join(signs), tuple(parts))
@@ -162,7 +166,10 @@ def _relation(parts: list[Node], signs: list[str]) -> Node:
 
 def _split(text: str, separators: Sequence[str]) -> tuple[list[str], list[str]]:
     """The parts of the text between separators that no bracket encloses, and those separators."""
-    parts, signs, depth, start = [], [], 0, 0
+    parts = []
+    signs = []
+    depth = 0
+    start = 0
     for token in _TOKEN.finditer(text):
         depth += _step(token[0])
         if depth <= 0 and token[0] in separators:
@@ -246,7 +253,8 @@ def _latex(node: Node) -> str | None:
 
 def _equal_in_some_order(answers: Sequence[Node], truths: Sequence[Node], judge: Judge) -> bool:
     """Each answer takes the first truth it equals; what is written alike goes first, and spares the judge."""
-    answers, remaining = list(answers), list(truths)
+    answers = list(answers)
+    remaining = list(truths)
     for item in list(answers):
         if item in remaining:
             remaining.remove(item)
@@ -286,13 +294,16 @@ def as_interval(node: Node) -> Group | None:
     """The interval (or union of two) of the x with a < x, x < b, a < x < b or x != a; None for other relations."""
     if not isinstance(node, Group) or not _is_inequality(node):
         return None
-    parts, signs = list(node.items), node.kind.split()
+    parts = list(node.items)
+    signs = node.kind.split()
     if signs == ["!="] and _is_name(parts[0]):
         return Group("union", (Group("()", (Leaf(r"-\infty"), parts[1])), Group("()", (parts[1], Leaf(r"\infty")))))
     if len(parts) == 2 and _is_name(parts[0]):
-        parts, signs = [Leaf(r"-\infty"), *parts], ["<", *signs]
+        parts = [Leaf(r"-\infty"), *parts]
+        signs = ["<", *signs]
     elif len(parts) == 2 and _is_name(parts[1]):
-        parts, signs = [*parts, Leaf(r"\infty")], [*signs, "<"]
+        parts = [*parts, Leaf(r"\infty")]
+        signs = [*signs, "<"]
     if len(parts) != 3 or not _is_name(parts[1]) or "!=" in signs:
         return None
     return Group(("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (parts[0], parts[2]))

@@ -51,7 +51,8 @@ class SymbolicJudge(Judge):
     """Decides what spelling leaves open."""
 
     def expressions(self, answer: str, truth: str) -> bool:
-        a, b = _read(answer), _read(truth)
+        a = _read(answer)
+        b = _read(truth)
         if a is None or b is None:
             return False
         if a == b:
@@ -71,7 +72,8 @@ class SymbolicJudge(Judge):
         sides = [_read(side) for side in (*answer, *truth)]
         if not all(isinstance(side, Expr) for side in sides):
             return False
-        a, b = sides[0] - sides[1], sides[2] - sides[3]
+        a = sides[0] - sides[1]
+        b = sides[2] - sides[3]
         values = [(_value(a.xreplace(point)), _value(b.xreplace(point))) for point in _points(a.free_symbols | b.free_symbols)]
         if any(x is None or y is None or abs(y) <= _TOLERANCE for x, y in values):
             return False
@@ -136,7 +138,8 @@ def _prepared(latex: str) -> str:
 
 def _points(symbols: set[Any]) -> list[dict[Any, Rational]]:
     """Random values of the variables: of both signs, so that |x| is not x. One empty point where there are none."""
-    generator, ordered = random.Random(0), sorted(symbols, key=str)
+    generator = random.Random(0)
+    ordered = sorted(symbols, key=str)
     return [
         {s: Rational(generator.randint(101, 499), 100) * (-1 if (i + j) % 3 == 1 else 1) for j, s in enumerate(ordered)}
         for i in range(_NUM_POINTS if symbols else 1)

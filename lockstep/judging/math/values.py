@@ -43,7 +43,8 @@ def read_leaf(text: str) -> Leaf:
     unit = ""
     prefix = _PREFIX.match(text)
     if prefix:
-        unit, text = _CURRENCIES[prefix[2]], prefix[1] + text[prefix.end() :]
+        unit = _CURRENCIES[prefix[2]]
+        text = prefix[1] + text[prefix.end() :]
     suffix = _SUFFIX.search(text)
     value = text[: suffix.start()].strip() if suffix else ""
     is_argument = suffix is not None and suffix["degree"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
@@ -116,7 +117,8 @@ class Judge:
         if not answer.value or not truth.value:
             return False
         is_time = not {"am", "pm"}.isdisjoint((answer.unit, truth.unit))
-        a, b = number(answer.value), number(truth.value)
+        a = number(answer.value)
+        b = number(truth.value)
         if a is not None and b is not None and not is_time:
             return (
                 a == b

@@ -92,7 +92,9 @@ class Sandbox(ABC):
     def __init__(self, max_concurrent: int, limits: Limits, queue_s: float = 300.0) -> None:
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent of a sandbox must be at least 1, not {max_concurrent}")
-        self.max_concurrent, self.limits, self.queue_s = max_concurrent, limits, queue_s
+        self.max_concurrent = max_concurrent
+        self.limits = limits
+        self.queue_s = queue_s
         self._free = threading.Condition()
         self._num_running = 0
         self._closed = False

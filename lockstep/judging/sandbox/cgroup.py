@@ -101,7 +101,8 @@ def find_groups() -> Groups | None:
 
 def _second_version() -> Groups | None:
     """A sibling of our own group: a group that has processes has no groups below it."""
-    mount, own = _mounted(" cgroup2 ", ""), _own("")
+    mount = _mounted(" cgroup2 ", "")
+    own = _own("")
     if mount is None or own is None:
         return None
     folder = Path(f"{mount}{own}")
@@ -114,7 +115,8 @@ def _second_version() -> Groups | None:
 
 
 def _first_version() -> Groups | None:
-    mount, own = _mounted(" cgroup ", "memory"), _own("memory")
+    mount = _mounted(" cgroup ", "memory")
+    own = _own("memory")
     if mount is None or own is None:
         return None
     settings = dict.fromkeys(("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "{limit}")

@@ -53,9 +53,14 @@ class FusionSandbox(Sandbox):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"reward.sandbox.url must be the address of a SandboxFusion server (http://host:port), not {url!r}")
         super().__init__(max_concurrent, limits or Limits(), queue_s)
-        self._is_https, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._is_https = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port
         self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.url, self._num_attempts, self._backoff_s, self._answer_s = url, num_attempts, backoff_s, answer_s
+        self.url = url
+        self._num_attempts = num_attempts
+        self._backoff_s = backoff_s
+        self._answer_s = answer_s
         self._stop = threading.Event()
         self._connections: set[socket.socket] = set()
 
@@ -123,8 +128,10 @@ class FusionSandbox(Sandbox):
             ran: dict[str, Any] = answer["run_result"] or answer["compile_result"] or {}
             if answer["status"] == "SandboxError" or ran["status"] not in ("Finished", "TimeLimitExceeded"):
                 raise _TryAgain(f"the server reports {answer['status']}: {str(answer.get('message'))[:500]}")
-            stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
-            code, seconds = ran["return_code"], ran["execution_time"]
+            stdout = ran["stdout"] or ""
+            stderr = ran["stderr"] or ""
+            code = ran["return_code"]
+            seconds = ran["execution_time"]
             is_timeout = ran["status"] == "TimeLimitExceeded"
             if not is_timeout and not isinstance(code, int):
                 raise TypeError(f"return_code is {code!r}")

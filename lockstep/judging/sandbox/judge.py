@@ -64,7 +64,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
+_PR_GET_DUMPABLE = 3
+_PR_SET_DUMPABLE = 4
 
 # -- the judge's side of the pipe ------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,9 @@ class Link:
     """Calls into the child."""
 
     def __init__(self, requests: int, replies: int, deadline: float) -> None:
-        self._requests, self._replies, self._deadline = requests, replies, deadline
+        self._requests = requests
+        self._replies = replies
+        self._deadline = deadline
         self.failure = ""
         """Why the case is lost, whatever the test catches."""
 
@@ -183,7 +186,9 @@ def _converse(child: Child, feed: bytes, most: int, deadline: float) -> tuple[in
     """(exit code, stdout, the end of stderr) of a child that is fed through its stdin. Raises CaseFailed at the deadline, or when it
     prints more than `most` bytes.
     """
-    out, err, left = bytearray(), b"", memoryview(feed)
+    out = bytearray()
+    err = b""
+    left = memoryview(feed)
     poller = select.poll()
     for descriptor in (child.out, child.err):
         poller.register(descriptor, select.POLLIN)

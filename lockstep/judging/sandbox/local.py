@@ -84,7 +84,9 @@ class _Run:
     """One program from start to end. Everything it opens is closed by `stack`."""
 
     def __init__(self, sandbox: LocalSandbox, program: str | None, stdin: str, wall_s: float, stack: ExitStack) -> None:
-        self._limits, self._wall_s, self._stack = sandbox.limits, wall_s, stack
+        self._limits = sandbox.limits
+        self._wall_s = wall_s
+        self._stack = stack
         self._is_weak = sandbox.isolation.is_weak
         self._input = memoryview(stdin.encode("utf-8", "surrogatepass"))
         self._output = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
@@ -146,7 +148,8 @@ class _Run:
             os.close(ready)
             os.close(info)
         self._stdin = self._nonblocking(process.stdin)
-        stdout, stderr = self._nonblocking(process.stdout), self._nonblocking(process.stderr)
+        stdout = self._nonblocking(process.stdout)
+        stderr = self._nonblocking(process.stderr)
         self._open = {"stdout": stdout.fileno(), "stderr": stderr.fileno(), "report": report}
         return process
 

@@ -100,7 +100,8 @@ class Child:
         if self.pid > 0:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.pid, self.exit_code = -1, os.waitstatus_to_exitcode(status)
+                self.pid = -1
+                self.exit_code = os.waitstatus_to_exitcode(status)
         return self.pid < 0
 
 
@@ -117,7 +118,8 @@ def end_all(group: int) -> None:
 
 def serve(programs: list[str]) -> None:
     """In the child: run the program, then answer the judge until it closes the pipe. What the program prints is dropped."""
-    requests, replies = os.dup(0), os.dup(1)
+    requests = os.dup(0)
+    replies = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)

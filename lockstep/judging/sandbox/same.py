@@ -14,7 +14,8 @@ def same_output(got: str, expected: str) -> bool:
     """Whether both have the same words; white space between them does not matter. Where a decimal fraction (1.5, 2e-3) is expected, a
     number is right when it differs by at most 1e-6, absolute or relative.
     """
-    ours, theirs = got.split(), expected.split()
+    ours = got.split()
+    theirs = expected.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
@@ -24,7 +25,8 @@ def _same_word(got: str, expected: str) -> bool:
     if expected.lstrip("+-").isdigit() or not set(got + expected) <= set("0123456789+-.eE"):
         return False
     try:
-        number, wanted = float(got), float(expected)
+        number = float(got)
+        wanted = float(expected)
     except ValueError:
         return False
     return _near(number, wanted)

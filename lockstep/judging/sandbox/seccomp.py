@@ -24,14 +24,24 @@ _TABLE = """
 """
 """System call, and its number in each column."""
 _REFUSED = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, _TABLE.split(","))}
-_SOCKET, _MMAP = (41, 198), (9, 222)
+_SOCKET = (41, 198)
+_MMAP = (9, 222)
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS
 _FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6: all three end at the network namespace
 _X32 = 0x40000000  # the second table of system calls on x86_64
 
-_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_NR, _ARCH, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+_NR = 0
+_ARCH = 4
+_FIRST_ARGUMENT = 16
+_FOURTH_ARGUMENT = 40
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_REFUSE = 0x00050000 | errno.EPERM
 
 
 def machines() -> list[str]:

@@ -70,11 +70,13 @@ def decode(raw: bytes, imported: Any = None) -> Any:
 
 
 def _decode(raw: bytes, at: int, imported: Any) -> tuple[Any, int]:
-    tag, at = chr(raw[at]), at + 1
+    tag = chr(raw[at])
+    at = at + 1
     if tag in "NTF":
         return {"N": None, "T": True, "F": False}[tag], at
     end = raw.index(b";", at)
-    field, at = raw[at:end], end + 1
+    field = raw[at:end]
+    at = end + 1
     if tag == "y":
         kind = getattr(builtins, field.decode("ascii"), None)
         if not isinstance(kind, type):
