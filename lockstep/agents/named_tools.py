@@ -32,7 +32,7 @@ def default_environment(config: AgentConfig) -> type[Environment]:
     return ShippedTools if not config.mcp and all(name in SHIPPED for name in config.tools) else ToolEnvironment
 
 
-def named_tools(config: AgentConfig) -> list[Tool]:
+def configured_tools(config: AgentConfig) -> list[Tool]:
     """The tools of one episode. Raises ConfigError for one that cannot be used, and for a name that two of them have.
 
     None where episodes are played from a recording: there the environment has what the policy is told of.

@@ -12,7 +12,7 @@ import torch
 from lockstep.agents.bridge import Bridge
 from lockstep.agents.environment import Environment
 from lockstep.agents.episode import Episode, episode_columns
-from lockstep.agents.named_tools import default_environment, load_named, named_tools
+from lockstep.agents.named_tools import configured_tools, default_environment, load_named
 from lockstep.agents.parsers import PARSERS, Parse, Parser, detect_parser
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.recorded import recorded_class
@@ -96,7 +96,7 @@ class Agent:
         parser = _parser(self)
         for name, tools in {(None, None), *(() if self.config.recorded is not None else kinds)}:
             kind = self.environment_class(name)
-            if named_tools(self.config) and not issubclass(kind, ToolEnvironment):
+            if configured_tools(self.config) and not issubclass(kind, ToolEnvironment):
                 raise ConfigError(
                     f"agent.tools and agent.mcp are called by a ToolEnvironment, and agent.environment={name or self.config.environment} "
                     "is none; make it a subclass of lockstep.agents.ToolEnvironment, or give it `tools` of its own"
@@ -162,7 +162,7 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
     # Parquet gives every row the fields of all, empty ones too.
     kwargs = {name: value for name, value in (row.get("env_kwargs") or {}).items() if value is not None}
     if issubclass(make, ToolEnvironment):
-        kwargs.setdefault("tools", [tool for tool in named_tools(agent.config) if names is None or tool.name in names])
+        kwargs.setdefault("tools", [tool for tool in configured_tools(agent.config) if names is None or tool.name in names])
     bridge = _bridge(agent, None if names is None else tuple(names), make)
     schemas = {tool.name: tool.schema["function"].get("parameters", {}) for tool in tools}
     key = (step, int(row["index"]), int(row["sample"]))
@@ -172,7 +172,7 @@ def _task(agent: Agent, row: dict[str, Any], seed: int, step: int) -> Task:
 
 def _tools(agent: Agent, wanted: tuple[str, ...] | None, make: type[Environment]) -> tuple[Tool, ...]:
     """The config's and the class's; only those that the row names, where it does."""
-    tools = (*named_tools(agent.config), *tools_of(make))
+    tools = (*configured_tools(agent.config), *tools_of(make))
     if wanted is None:
         return tools
     by_name = {tool.name: tool for tool in tools}

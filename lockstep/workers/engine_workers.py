@@ -175,8 +175,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def run_episodes(
         self, prompts: DataProto, sampling: SamplingParams, step: int, agent: Any, on_finished: Callable[[Any], None] | None = None
     ) -> DataProto:
-        """`generate_sequences` for episodes, by `lockstep.agents.rows.play_rows`."""
-        from lockstep.agents.rows import play_rows
+        """`generate_sequences` for episodes, by `lockstep.agents.play_rows`."""
+        from lockstep.agents import play_rows
 
         counts = prompts.ragged("prompts").lengths.tolist()
         with self.memory.stage("gen", counts, None, _GENERATION_KEY), self.rollout.borrowed():

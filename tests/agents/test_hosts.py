@@ -13,7 +13,7 @@ from helpers.environments import Connects
 
 from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, hosts, shared_loop, shipped_tools
 from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, checked, make_host
-from lockstep.agents.named_tools import default_environment, named_tools
+from lockstep.agents.named_tools import configured_tools, default_environment
 from lockstep.config.agent import AgentConfig
 from lockstep.judging.sandbox import Result
 from lockstep.utils.files import load_object
@@ -73,7 +73,7 @@ from lockstep.agents import Tool
 parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
 triple = Tool("triple", {"type": "function", "function": {"name": "triple", "parameters": parameters}}, lambda x: 3 * x)
 """
-    (tool,) = named_tools(AgentConfig(tools=[f"{file_of('schema.py', text)}:triple"]))
+    (tool,) = configured_tools(AgentConfig(tools=[f"{file_of('schema.py', text)}:triple"]))
     host = ProcessHost(30.0)
     try:
         host.begin(ToolEnvironment, {"tools": [tool]}, {"prompt": "?"}, 0)
@@ -103,7 +103,7 @@ def test_the_start_of_a_process_counts_against_no_deadline_and_is_no_time_of_the
     if is_in == "environment":
         make = load_object(file_of("slow.py", SLOW + GAME), "Game")
     else:
-        kwargs = {"tools": named_tools(AgentConfig(tools=[f"{file_of('slow_tool.py', SLOW + SLOW_TOOL)}:tool"]))}
+        kwargs = {"tools": configured_tools(AgentConfig(tools=[f"{file_of('slow_tool.py', SLOW + SLOW_TOOL)}:tool"]))}
     host = ProcessHost(1.0)
     try:
         host.begin(make, kwargs, {"prompt": "?"}, 0)
@@ -142,7 +142,7 @@ def test_tools_of_the_config_and_of_a_class_do_not_import_transformers_in_their_
     path = file_of("tools.py", text)
     own = f"from lockstep.agents import ToolEnvironment\n{text}\nclass Own(ToolEnvironment):\n    tools = (double,)\n"
     for make, kwargs in (
-        (ToolEnvironment, {"tools": named_tools(AgentConfig(tools=[f"{path}:double"]))}),
+        (ToolEnvironment, {"tools": configured_tools(AgentConfig(tools=[f"{path}:double"]))}),
         (load_object(file_of("own.py", own), "Own"), {}),
     ):
         host = make_host(make, 60.0)
@@ -168,7 +168,7 @@ def test_a_program_that_waits_for_a_place_in_the_sandbox_is_not_late(monkeypatch
     config = AgentConfig(tools=["python"])
     kind = default_environment(config)
     host = make_host(kind, 0.2)
-    host.begin(kind, {"tools": named_tools(config)}, {"prompt": "?"}, 0)
+    host.begin(kind, {"tools": configured_tools(config)}, {"prompt": "?"}, 0)
     turn = host.step(Action("", "", (ToolCall("python", {"code": "print(42)"}),)))
     assert turn.messages[0]["content"] == "42\n"
 

@@ -12,7 +12,7 @@ import pytest
 from lockstep.agents import Action, ToolCall, ToolEnvironment, ToolError
 from lockstep.agents.hosts import EnvironmentFailed, ProcessHost
 from lockstep.agents.mcp_tools import mcp_tools
-from lockstep.agents.named_tools import named_tools
+from lockstep.agents.named_tools import configured_tools
 from lockstep.config.agent import AgentConfig
 from lockstep.errors import ConfigError, MissingExtra
 
@@ -73,7 +73,7 @@ def test_a_dead_server_is_a_failure_and_a_copy_is_a_new_server(tools):
 
 @needs_mcp
 def test_an_environment_with_a_server_that_hangs_or_dies_fails_and_leaves_no_process():
-    kwargs = {"tools": named_tools(AgentConfig(mcp=[SERVER]))}
+    kwargs = {"tools": configured_tools(AgentConfig(mcp=[SERVER]))}
     host = ProcessHost(timeout_s=60.0)
     try:
         host.begin(ToolEnvironment, kwargs, {"prompt": "?"}, 0)
@@ -110,7 +110,7 @@ def test_a_server_that_cannot_be_asked_is_a_config_error(command, said):
 @needs_mcp
 def test_a_name_that_two_servers_have_is_refused():
     with pytest.raises(ConfigError, match="more than one tool with the name add"):
-        named_tools(AgentConfig(mcp=[SERVER, SERVER]))
+        configured_tools(AgentConfig(mcp=[SERVER, SERVER]))
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):

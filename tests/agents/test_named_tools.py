@@ -1,7 +1,7 @@
 import pytest
 
 from lockstep.agents import ToolEnvironment
-from lockstep.agents.named_tools import ShippedTools, default_environment, named_tools
+from lockstep.agents.named_tools import ShippedTools, configured_tools, default_environment
 from lockstep.config.agent import AgentConfig
 from lockstep.errors import ConfigError
 
@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 def test_tools_are_named_by_the_config_and_those_that_ship_need_no_process(tmp_path):
     (tmp_path / "a.txt").write_text("Oslo")
     config = AgentConfig(tools=["python", "calculator", "search"], search_folder=str(tmp_path))
-    assert [tool.name for tool in named_tools(config)] == ["python", "calculator", "search"]
+    assert [tool.name for tool in configured_tools(config)] == ["python", "calculator", "search"]
     assert default_environment(config) is ShippedTools
     assert default_environment(AgentConfig(tools=["python", "helpers.environments:add"])) is ToolEnvironment
     assert default_environment(AgentConfig(mcp=["server"])) is ToolEnvironment
@@ -26,4 +26,4 @@ def test_tools_are_named_by_the_config_and_those_that_ship_need_no_process(tmp_p
 )
 def test_a_name_that_is_none_is_said_with_those_that_are(tools, said):
     with pytest.raises(ConfigError, match=said):
-        named_tools(AgentConfig(tools=tools))
+        configured_tools(AgentConfig(tools=tools))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lockstep.agents.training import agent_of
+from lockstep.agents import agent_of
 from lockstep.config.critic import CriticConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import RewardModelConfig

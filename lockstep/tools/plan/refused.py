@@ -44,8 +44,7 @@ def check_run(config: Any, device: Device | None) -> Any:
 
 def _check_judges(config: PPOConfig, is_here: bool) -> None:
     """Raise what training would for a reward or an environment that cannot be used, and for rows that nothing judges."""
-    from lockstep.agents.named_tools import named_tools
-    from lockstep.agents.training import EpisodeRewards, agent_of
+    from lockstep.agents import EpisodeRewards, agent_of, configured_tools
     from lockstep.rewards.manager import RewardManager
     from lockstep.tools.evaluate.scoring import Texts
     from lockstep.trainer.ppo.checks import reads_rewards
@@ -58,7 +57,7 @@ def _check_judges(config: PPOConfig, is_here: bool) -> None:
             agent = agent_of(config)
             agent.environment_class()
             if not config.agent.mcp:  # whose tools are known when their servers run
-                named_tools(config.agent)
+                configured_tools(config.agent)
             judge = EpisodeRewards(manager, agent)
         tags = _tags(config.data.train_files)
         if not tags and config.reward.custom_reward_function.path:

@@ -13,13 +13,12 @@ def check_named(agent: AgentConfig) -> None:
     """The environment and the tools that the configuration names are there. Raises ConfigError, before anything is made or loaded."""
     if not agent.is_on or agent.recorded is not None:
         return
-    from lockstep.agents.named_tools import named_tools
-    from lockstep.agents.rows import environment_class
+    from lockstep.agents import configured_tools, environment_class
 
     if agent.environment is not None:
         environment_class(agent.environment)
     if not agent.mcp:  # their servers are started once, by the check of all that there is
-        named_tools(agent)
+        configured_tools(agent)
 
 
 def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any) -> list[Any]:
@@ -36,7 +35,7 @@ def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any
                     "agent.environment (what a row names stands above it), or leave the column out"
                 )
         return list(reward_fns)
-    from lockstep.agents.training import EpisodeRewards, agent_of
+    from lockstep.agents import EpisodeRewards, agent_of
 
     agent = agent_of(config)
     agent.check({_kind(*said) for column in columns for said in zip(column("environment"), column("tools"), strict=True)})
@@ -51,7 +50,7 @@ def episode_prompt(config: PPOConfig, files: Any) -> Any:
     """
     if not config.agent.is_on:
         return None
-    from lockstep.agents.training import agent_of
+    from lockstep.agents import agent_of
     from lockstep.data.row_files import RowFiles
 
     shown = agent_of(config).shown_prompt()
@@ -67,8 +66,7 @@ def _kind(environment: Any, tools: Any) -> tuple[str | None, tuple[str, ...] | N
 
 def episode_rollout(config: PPOConfig, group: Any) -> Any:
     """The rollout workers, with episodes for responses."""
-    from lockstep.agents.recorded import Recorder
-    from lockstep.agents.training import EpisodeRollout, agent_of
+    from lockstep.agents import EpisodeRollout, Recorder, agent_of
     from lockstep.trainer.ppo.validation import VALIDATION_STEPS
 
     recorder = Recorder(config.trainer.run_dir) if config.agent.record else None
@@ -77,6 +75,6 @@ def episode_rollout(config: PPOConfig, group: Any) -> Any:
 
 def episode_metrics(batch: Any) -> dict[str, float]:
     """agent/*, of a batch of episodes."""
-    from lockstep.agents import rows
+    from lockstep import agents
 
-    return rows.episode_metrics(batch.non_tensor_batch["episode"])
+    return agents.episode_metrics(batch.non_tensor_batch["episode"])
