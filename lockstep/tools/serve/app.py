@@ -173,8 +173,11 @@ class Server:
         return found
 
     async def _render(self, reader: PromptReader, call: ChatRequest | schema.TokenizeRequest) -> str:
-        messages = [message.model_dump() for message in call.messages]
-        text: str = await self.in_thread(reader, reader.render, messages, call.offered_tools, call.template_kwargs)
+        def render() -> str:
+            messages = [message.model_dump() for message in call.messages]
+            return reader.render(messages, call.offered_tools, call.template_kwargs)
+
+        text: str = await self.in_thread(reader, render)
         return text
 
     async def _collect(self, queued: QueuedCall) -> list[Completion]:

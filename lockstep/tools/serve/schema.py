@@ -17,6 +17,8 @@ MAX_CHOICES = 128
 """Answers to one prompt."""
 MAX_PROMPTS = 1024
 """Prompts of one request."""
+MAX_MESSAGES = 1 << 14
+"""Messages of one conversation."""
 MAX_TOP = 20
 """Most likely tokens that can be asked for at a place."""
 MAX_STOPS = 64
@@ -184,6 +186,12 @@ def _joined_parts(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _check_length(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:  # said before the messages are read
+        raise ValueError(f"{len(value)} messages; expected at most {MAX_MESSAGES}")
+    return value
+
+
 def _check_temperature(value: float) -> float:
     if 0.0 < value < MIN_TEMPERATURE:
         raise ValueError(f"expected 0 (the likeliest tokens), or {MIN_TEMPERATURE:g} to 100")
@@ -220,7 +228,9 @@ class StreamOptions(BaseModel):
 TokenIds = list[int]
 Prompt = str | TokenIds
 Prompts = Annotated[list[Prompt], PlainValidator(_read_prompts, json_schema_input_type=str | TokenIds | list[str] | list[TokenIds])]
-Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+Messages = Annotated[
+    list[ChatMessage], FailFast(), Field(min_length=1), BeforeValidator(_check_length, json_schema_input_type=list[ChatMessage])
+]
 Tools = Annotated[list[dict[str, Any]], FailFast()]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1)]],

@@ -76,7 +76,8 @@ def test_the_field_that_is_wrong_is_named(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("messages", []), ("messages", "a"), ("tools", {}), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
+        ("messages", []), ("messages", "a"), ("messages", CHAT["messages"] * (1 << 15)),
+        ("tools", {}), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
         ("top_logprobs", 3), ("max_completion_tokens", 0), ("chat_template_kwargs", {"chat_template": "x"}), ("functions", [{}]),
         ("parallel_tool_calls", False),
     ],

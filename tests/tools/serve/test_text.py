@@ -57,6 +57,7 @@ def test_a_stop_string_that_only_shows_without_a_special_token_cuts_nothing(voca
     growing = ResponseText(vocabulary, ("ad",), True)
     assert growing.add(ids[:4]) == "ad,"
     assert growing.add(ids[4:]) + growing.finish("stop") == " b"
+    assert ResponseText(vocabulary, ("ad",), True).whole(ids, "length") == "ad, bad"
 
 
 def test_bytes_that_are_no_character_come_at_the_end(vocabulary):
