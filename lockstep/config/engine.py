@@ -183,6 +183,17 @@ def _check_sizes(section: FSDPConfig | VeOmniConfig, prefix: str, *names: str) -
 EngineConfig = FSDPConfig | MegatronConfig | TorchtitanConfig | VeOmniConfig
 
 
+SECTIONS: dict[str, type[EngineConfig]] = {
+    "fsdp_config": FSDPConfig, "megatron": MegatronConfig, "torchtitan": TorchtitanConfig, "veomni": VeOmniConfig,
+}  # fmt: skip
+"""The section of each training engine. Only that of the chosen strategy is read, shown and written."""
+
+
+def section_of(strategy: str) -> str:
+    """Return the name of the section that the strategy reads."""
+    return strategy if strategy in SECTIONS else "fsdp_config"
+
+
 @dataclass
 class EngineChoice:
     """Which training engine a model lives in. Only the section of the chosen strategy is read."""
@@ -197,16 +208,14 @@ class EngineChoice:
     def check(self, prefix: str) -> None:
         """See `ModelConfig.check`."""
         one_of(f"{prefix}.strategy", self.strategy, STRATEGIES)
-        for name in ("fsdp_config", "megatron", "torchtitan", "veomni"):
+        for name in SECTIONS:
             getattr(self, name).check(f"{prefix}.{name}")
 
     @property
     def engine(self) -> EngineConfig:
         """The section of the chosen strategy."""
-        sections: dict[str, EngineConfig] = {
-            "megatron": self.megatron, "torchtitan": self.torchtitan, "veomni": self.veomni,
-        }  # fmt: skip
-        return sections.get(self.strategy, self.fsdp_config)
+        section: EngineConfig = getattr(self, section_of(self.strategy))
+        return section
 
     @property
     def token_ranks(self) -> int:

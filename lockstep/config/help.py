@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.config.engine import SECTIONS, EngineChoice, section_of
 from lockstep.config.load import leaves, section_type
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import keys
@@ -48,10 +49,14 @@ def _overview(root: Any, command: str, listed: Sequence[Key]) -> list[str]:
     lines = [
         "",
         f"Keys in groups. `{command} --help data` explains one group, `--help clip` searches, `--help all` explains all.",
+        "Other training engines (strategy) have groups of their own: `--help megatron`, `--help torchtitan`, `--help veomni`.",
         "",
     ]
     alike: dict[tuple[str, ...], str] = {}
+    others = tuple(f".{section}" for section in SECTIONS if section != section_of(EngineChoice.strategy))
     for group, names in groups.items():
+        if f".{group}".endswith(others):
+            continue
         first = alike.setdefault((about(root, group), *names), group)
         lines.append(f"{group}: {about(root, group) if first == group else f'as {first}'}")
         if names and first == group:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from lockstep.config import follow
+from lockstep.config.engine import SECTIONS, section_of
 from lockstep.config.first_run import ORIGIN, first_run_on_cpu, first_stage_on_cpu, is_first_run
 from lockstep.config.overrides import parse_override
 from lockstep.config.ppo import PPOConfig
@@ -106,7 +107,16 @@ def read_layers(
         is_ppo = root is PPOConfig
         values = first_run_on_cpu(algorithm) if is_ppo else first_stage_on_cpu(root.command, set_by_user)  # type: ignore[attr-defined]
         presets.append(Layer(ORIGIN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
-    followed = follow.sizes_that_follow(_compose(root, presets + user), set_by_user)
+    composed = _compose(root, presets + user)
+    for key in named:
+        if is_of_another_engine(key, lambda name: str(OmegaConf.select(composed, name))):
+            section, engine = _ENGINE_KEY.fullmatch(key).groups()  # type: ignore[union-attr]
+            strategies = "fsdp2 or fsdp" if engine == "fsdp_config" else engine
+            raise ConfigError(
+                f"{key} is read with {section}.strategy={strategies} only, and it is {OmegaConf.select(composed, f'{section}.strategy')}; "
+                f"leave it out, or set {section}.strategy"
+            )
+    followed = follow.sizes_that_follow(composed, set_by_user)
     if followed:
         presets.append(Layer(follow.ORIGIN, list(followed.items()), tuple(followed)))
     return presets + user
@@ -203,7 +213,26 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """The whole configuration as YAML that `load_config(config_file=...)` reads back, without what is secret (`redacted`)."""
-    return OmegaConf.to_yaml(OmegaConf.create(redacted(dataclasses.asdict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_without_other_engines(redacted(dataclasses.asdict(config)))))
+
+
+def _without_other_engines(values: dict[str, Any]) -> dict[str, Any]:
+    """The nested values without the sections of engines that are not chosen, where nothing in them is set."""
+    kept = {}
+    for name, value in values.items():
+        is_other = name in SECTIONS and "strategy" in values and name != section_of(values["strategy"])
+        if not (is_other and value == dataclasses.asdict(SECTIONS[name]())):
+            kept[name] = _without_other_engines(value) if isinstance(value, dict) else value
+    return kept
+
+
+_ENGINE_KEY = re.compile(rf"(.+)\.({'|'.join(SECTIONS)})\.\w+")
+
+
+def is_of_another_engine(key: str, strategy_of: Callable[[str], str]) -> bool:
+    """Return whether the key is read by an engine that the strategy beside it does not choose; `strategy_of` gives the value of its key."""
+    found = _ENGINE_KEY.fullmatch(key)
+    return found is not None and found[2] != section_of(strategy_of(f"{found[1]}.strategy"))
 
 
 _ALIKE = 0.6

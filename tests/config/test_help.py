@@ -19,6 +19,9 @@ def test_every_key_is_in_the_overview_under_its_group_and_in_all(command):
     same = dict(re.findall(r"^([a-z_.]+): as (\S+)$", overview, re.MULTILINE))
     for key, default, _ in keys(root):
         group, _, name = key.rpartition(".")
+        if group.endswith((".megatron", ".torchtitan", ".veomni")):  # shown by their name alone
+            assert f"\n{key}={default}\n" in whole
+            continue
         assert name in groups[same.get(group, group)].split(), key
         assert f"\n{key}={default}\n" in whole
         assert about(root, group), f"the section {group} has no docstring"
@@ -50,3 +53,11 @@ def test_the_help_of_an_algorithm_says_what_its_preset_sets():
     assert text.startswith("usage: lockstep dapo [")
     assert "reward.overlong_buffer.enable=True" in text
     assert "\nalgorithm.filter_groups.enable=True\n" in command_help(ROOTS["ppo"], ["filter_groups"], "dapo")
+
+
+def test_other_engines_are_shown_when_they_are_asked_for():
+    overview = command_help(ROOTS["ppo"])
+    assert "critic.fsdp_config" in overview
+    assert not any(f"critic.{engine}:" in overview for engine in ("megatron", "torchtitan", "veomni"))
+    assert "--help megatron" in overview
+    assert "critic.megatron.tensor_model_parallel_size" in command_help(ROOTS["ppo"], ["megatron"])

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.config.dpo import DPOConfig
+from lockstep.config.engine import STRATEGIES, section_of
 from lockstep.config.load import (
     as_config,
     check_key,
@@ -407,3 +408,37 @@ def test_an_empty_mapping_clears_a_free_form_mapping_and_leaves_a_section_alone(
     assert load_config([f"{kwargs}={{}}"], file).actor_rollout_ref.actor.policy_loss.loss_kwargs == {}
     assert load_config([f"{kwargs}={{}}", f"{kwargs}.b=2"], file).actor_rollout_ref.actor.policy_loss.loss_kwargs == {"b": 2}
     assert load_config(["data.train_batch_size=7", "data={}"]).data.train_batch_size == 7
+
+
+ROLES = {PPOConfig: ("actor_rollout_ref.actor", "critic", "reward_model"), SFTConfig: ("engine",)}
+SIZE_KEYS = {
+    "fsdp_config": "fsdp_size", "megatron": "tensor_model_parallel_size", "torchtitan": "tensor_parallel_size",
+    "veomni": "ulysses_parallel_size",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("root", ROLES, ids=lambda root: root.command)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_the_keys_of_the_chosen_engine_exist_in_a_run(root, strategy, tmp_path):
+    needed = list(NAMED) if root is PPOConfig else ["model.path=m", "data.train_files=rows.jsonl"]
+    for role in ROLES[root]:
+        chosen = [*needed, f"{role}.strategy={strategy}"]
+        for section, name in SIZE_KEYS.items():
+            if section == section_of(strategy):
+                load_recipe(root, [*chosen, f"{role}.{section}.{name}=1"])
+                continue
+            for key in (f"{role}.{section}.{name}=1", f"{role}.{section}={{{name}: 1}}"):
+                with pytest.raises(ConfigError, match=rf"{re.escape(role)}\.{section}\.{name} .*{re.escape(role)}\.strategy"):
+                    load_recipe(root, [*chosen, key])
+        config = load_recipe(root, chosen)
+        text = to_yaml(config)
+        sections = functools.reduce(lambda node, part: node[part], role.split("."), OmegaConf.create(text))
+        assert [section for section in SIZE_KEYS if section in sections] == [section_of(strategy)]
+        assert load_recipe(root, [], write(tmp_path, text)) == config
+
+
+def test_a_file_may_have_the_sections_of_all_engines(tmp_path):
+    whole = OmegaConf.to_yaml(OmegaConf.structured(load_config(NAMED)))
+    assert load_config(config_file=write(tmp_path, whole)) == load_config(NAMED)
+    other = load_config(NAMED, write(tmp_path, "critic: {megatron: {tensor_model_parallel_size: 2}}\n"))
+    assert "megatron" in to_yaml(other)  # what is set is kept

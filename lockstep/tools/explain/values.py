@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.config.load import valid_keys
+from lockstep.config.load import is_of_another_engine, valid_keys
 from lockstep.config.reference import keys
 from lockstep.config.secrets import redacted
 from lockstep.tools.asked import Asked
@@ -49,7 +49,8 @@ def values_text(asked: Asked, shows_all: bool = False) -> str:
     for title, entries in (("given by you:", given), ("set for you:", made)):
         if entries:
             lines += ["", title, *(f"  {f'{key}={value}':{width}}  {origin}" for key, value, origin in entries)]
-    defaults = [item for item in listed if item[2] == DEFAULT]
+    strategies = {key: str(value) for key, value, _ in listed}
+    defaults = [item for item in listed if item[2] == DEFAULT and not is_of_another_engine(item[0], strategies.__getitem__)]
     if not shows_all:
         return "\n".join([*lines[1:], "", f"{len(defaults)} other keys have their defaults (--all lists them)"])
     lines += ["", "defaults:"]

@@ -100,7 +100,7 @@ def read_run(
         if layer.origin == first_run.ORIGIN:
             leave_terminal()  # keys that are to be copied are not wrapped
             is_stage = issubclass(root, StageConfig)
-            say(first_run.stage_in_words(layer.values) if is_stage else first_run.in_words(algorithm), flush=True)
+            say(first_run.stage_in_words(dict(layer.values)) if is_stage else first_run.in_words(algorithm), flush=True)
         elif layer.origin == follow.ORIGIN:
             say(follow.in_words(dict(layer.values)), flush=True)
     return config
