@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +23,7 @@ from lockstep.tools.load_model import LoadedModel, find_model, load
 from lockstep.tools.serve import http_server, listening_socket
 from lockstep.tools.serve.app import Server, ServerOptions
 from lockstep.tools.serve.limits import RequestLimits
+from lockstep.workers.rollout.request import Completion
 
 HANG_S = 60.0
 """Longer than anything here takes: only a hang meets it."""
@@ -125,3 +129,52 @@ def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
             http.should_exit = True
             thread.join(HANG_S)
             assert not thread.is_alive(), "the server does not end"
+
+
+class Script:
+    """A stream of an engine whose answers the test gives. `next` raises an exception that is among them."""
+
+    num_running = num_waiting = num_pages = num_free_pages = num_kept_pages = 0
+
+    def __init__(self):
+        self.added, self.aborted, self._answers, self._count = queue.Queue(), queue.Queue(), queue.Queue(), 0
+
+    def add(self, request):
+        index, self._count = self._count, self._count + 1
+        self.added.put((index, request))
+        return index
+
+    def abort(self, index):
+        self.aborted.put(index)
+        self._answers.put(completion(index, "abort"))
+
+    def answer(self, answer):
+        self._answers.put(answer)
+
+    def next(self, timeout_s):
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self):
+        pass
+
+
+def completion(index, reason="stop", text="ab", **more):
+    ids = torch.tensor(byte_tokenizer().encode(text))
+    return Completion(index, ids, torch.zeros(len(ids)), reason, 0, **more)
+
+
+_POOL = ThreadPoolExecutor(4)
+
+
+def in_thread(function, *arguments, **keywords):
+    """The future result of a call."""
+    return _POOL.submit(function, *arguments, **keywords)
+
+
+ASK = {"prompt": "a", "max_tokens": 5}

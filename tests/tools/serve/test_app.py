@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import queue
+import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.serving import SERVED, load_served, save_served_model, serving
+from helpers.serving import ASK, HANG_S, SERVED, completion, in_thread, load_served, save_served_model, serving
 from helpers.tiny import tiny_model
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.request import Request
+from lockstep.tools.serve.text import PromptReader
+from lockstep.workers.rollout.request import Request, Tokens, failed
 
 PROMPTS = [[5, 6, 7], [9, 8], [12, 13, 14, 15, 16], [20]]
 
@@ -282,3 +287,181 @@ def test_another_engine_answers_too_and_says_what_it_cannot(folder, offline, tok
             assert len(scored["choices"][0]["logprobs"]["token_logprobs"]) == 4
         else:
             assert "log-probs of prompts" in scored["error"]["message"]
+
+
+# -- with a scripted engine -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_fails_ends_no_other(serve, script):
+    with serve() as client:
+        bad = in_thread(client.post, "/v1/completions", ASK)
+        index, request = script.added.get(timeout=HANG_S)
+        good = in_thread(client.complete, **ASK)
+        script.answer(failed(index, request, "the model's logits are not finite", 0))
+        status, body = bad.result(HANG_S)
+        assert (status, body["error"]["code"]) == (500, "no_answer")
+        assert "not finite" in body["error"]["message"]
+        script.answer(completion(script.added.get(timeout=HANG_S)[0]))
+        assert good.result(HANG_S)["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_a_request(serve, script, stream):
+    with serve(timeout_s=0.2) as client:
+        response = client.open("POST", "/v1/completions", ASK | {"stream": stream})
+        body = json.loads(response.read().decode().removeprefix("data: "))
+        assert (response.status, body["error"]["code"]) == (200 if stream else 504, "deadline")
+        assert script.aborted.get(timeout=HANG_S) == script.added.get(timeout=HANG_S)[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_aborted(serve, script, stream):
+    with serve() as client:
+        body = json.dumps(ASK | {"stream": stream, "n": 2}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
+            connection.sendall(head.encode() + body)
+            indices = {script.added.get(timeout=HANG_S)[0] for _ in range(2)}
+            if stream:
+                script.answer(Tokens(min(indices), torch.tensor([65]), torch.zeros(1)))
+                assert connection.recv(10)
+        assert {script.aborted.get(timeout=HANG_S) for _ in range(2)} == indices
+        while client.gauge("requests_open"):
+            pass
+        again = in_thread(client.complete, **ASK)
+        index = script.added.get(timeout=HANG_S)[0]
+        script.answer(completion(index))
+        assert again.result(HANG_S)["choices"][0]["text"] == "ab"
+        assert client.gauge("requests_open") == 0
+
+
+class Reading:
+    """Stands in for `PromptReader.encode`: a text that takes until `finish` is set."""
+
+    def __init__(self, monkeypatch):
+        self.began = queue.Queue()
+        self.finish = threading.Event()
+        encode = PromptReader.encode
+
+        def slowly(reader, text, add_special_tokens):
+            if "slow" in text:
+                self.began.put(text)
+                assert self.finish.wait(HANG_S)
+            return encode(reader, text, add_special_tokens)
+
+        monkeypatch.setattr(PromptReader, "encode", slowly)
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    reading = Reading(monkeypatch)
+    yield reading
+    reading.finish.set()
+
+
+LONG = {"prompt": "slow", "stop": ["x" * 70_000]}
+"""A long body whose prompt is not too long."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_requests_that_wait_to_be_read_count_in_the_queue_and_hold_up_no_short_one(serve, script, reading, path):
+    with serve(max_queue=1) as client:  # three may be here
+        body = LONG if path == "/v1/completions" else {"prompt": "slow" + "x" * 70_000}
+        first = in_thread(client.post, path, body)
+        reading.began.get(timeout=HANG_S)
+        second = in_thread(client.post, path, body)
+        while client.gauge("requests_open") < 2:
+            pass
+        short = in_thread(client.complete, **ASK)
+        script.answer(completion(script.added.get(timeout=HANG_S)[0]))
+        assert short.result(HANG_S)["choices"][0]["text"] == "ab"
+        whole = in_thread(client.complete, **ASK)
+        index = script.added.get(timeout=HANG_S)[0]
+        for more, wanted in ((ASK, 429), (body, 429)):
+            assert client.post(path if more is body else "/v1/completions", more)[0] == wanted
+        script.answer(completion(index))
+        whole.result(HANG_S)
+        reading.finish.set()
+        if path == "/v1/completions":
+            for _ in range(2):
+                script.answer(completion(script.added.get(timeout=HANG_S)[0]))
+        assert [future.result(HANG_S)[0] for future in (first, second)] == [200, 200]
+        assert client.gauge("requests_open") == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_what_nobody_waits_for_is_not_read(serve, script, reading, path):
+    with serve(max_queue=8) as client:
+        slow = {"messages": [{"role": "user", "content": "slow"}]} if "chat" in path else {"prompt": "slow"}
+        if path == "/v1/completions":
+            slow = {"prompt": ["slow", "slow"]}
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        data = json.dumps(slow).encode()
+        connections = [socket.create_connection(("127.0.0.1", client.port), HANG_S) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(f"{head}{len(data)}\r\n\r\n".encode() + data)
+        reading.began.get(timeout=HANG_S)
+        while client.gauge("requests_open") < (6 if path == "/v1/completions" else 3):
+            pass
+        for connection in connections:
+            connection.close()
+        while client.gauge("requests_open"):
+            pass
+        reading.finish.set()
+        answer = in_thread(client.complete, **ASK)
+        script.answer(completion(script.added.get(timeout=HANG_S)[0]))
+        assert answer.result(HANG_S)["choices"][0]["text"] == "ab"
+        assert reading.began.empty()
+
+
+def test_a_deadline_ends_the_reading_too(serve, reading):
+    with serve(timeout_s=0.2) as client:
+        for path in ("/v1/completions", "/tokenize"):
+            status, body = client.post(path, {"prompt": "slow"})
+            assert (status, body["error"]["code"]) == (504, "deadline")
+            assert client.gauge("requests_open") == 0
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(serve, reading):
+    with serve() as client:
+        text = "slow" + "a" * 256 * len("<turn>")
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/completions", {"prompt": ["a", text]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            status, answer = client.post(path, body)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert client.post("/tokenize", {"prompt": text + "a" * (1 << 20)})[0] == 400
+        assert client.post("/detokenize", {"tokens": [65] * (1 << 17)})[0] == 400
+        assert reading.began.empty()
+
+
+def test_detokenising_holds_up_no_other_request(serve, monkeypatch):
+    finish = threading.Event()
+    began = threading.Event()
+
+    def slowly(reader, ids):
+        began.set()
+        assert finish.wait(HANG_S)
+        return "text"
+
+    monkeypatch.setattr(PromptReader, "decode", slowly)
+    with serve() as client:
+        slow = in_thread(client.post, "/detokenize", {"tokens": [65]})
+        assert began.wait(HANG_S)
+        try:
+            assert client.get("/health")[0] == 200
+        finally:
+            finish.set()
+        assert slow.result(HANG_S) == (200, {"prompt": "text"})
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_ignore_eos_leaves_out_the_models_end_tokens_alone(serve, script, ignores):
+    with serve() as client:
+        answer = in_thread(client.complete, **ASK, ignore_eos=ignores, stop_token_ids=[66])
+        index, request = script.added.get(timeout=HANG_S)
+        script.answer(completion(index))
+        answer.result(HANG_S)
+        assert set(request.sampling.stop_token_ids) == ({66} if ignores else {66, 256})

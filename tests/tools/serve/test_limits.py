@@ -146,3 +146,58 @@ def test_the_length_may_be_longer_than_what_is_sent_and_the_method_another(clien
     assert client.get("/v1/completions")[0] == 405
     assert client.open("HEAD", "/health").status == 200
     assert client.post("/health", {})[0] == 405
+
+
+ADDRESSES = ("127.0.0.1", "127.0.0.1:80", "localhost", "LOCALHOST:8000", "[::1]:8000", "[::1]", "10.0.0.7:1", socket.gethostname())
+
+
+def test_a_name_that_is_made_to_lead_here_is_refused(serve):
+    """Otherwise a web page of that name reads the server's answers in the browser of a user of this machine."""
+    with serve(allowed_hosts=["Serve.Example"]) as client:
+        for host in (*ADDRESSES, "serve.example", "serve.example:8000"):
+            assert client.get("/v1/models", Host=host)[0] == 200, host
+        for host in (
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "evil:1:2",
+            "[::1].evil",
+            "",
+        ):
+            for path in ("/v1/models", "/metrics", "/health", "/"):
+                status, body = client.get(path, Host=host)
+                assert (status, body["error"]["code"]) == (403, "host_not_allowed"), host
+    with serve(allowed_hosts=["*"]) as client:
+        assert client.get("/v1/models", Host="any.example")[0] == 200
+    with serve(api_key="secret") as client:  # which the page does not know
+        assert client.get("/v1/models", Host="any.example", Authorization="Bearer secret")[0] == 200
+        assert client.get("/v1/models", Host="any.example")[0] == 401
+
+
+def test_half_a_request_holds_up_nobody(serve, script):
+    with serve() as client, socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
+        )
+        assert client.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n\r\n", (b"65\r\n" + b" " * 0x65 + b"\r\n") * 64])
+def test_a_body_without_a_length_is_limited_too(serve, rest):
+    with serve(max_body_bytes=100) as client, socket.create_connection(("127.0.0.1", client.port), HANG_S) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode() + b"65\r\n" + b" " * 0x65 + b"\r\n" + rest)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(serve):
+    with serve(api_key="s\u00e9cret") as client:
+        assert client.get("/health")[0] == 200
+        for path in ("/v1/models", "/metrics", "/tokenizer_info", "/other"):
+            right = "Bearer s\u00e9cret".encode().decode("latin-1")
+            wrong = ("", "Bearer secret", "s\u00e9cret", "Bearer ", f"{right}x", right[:-1], right.upper())
+            for headers in ({}, *({"Authorization": value} for value in wrong)):
+                status, body = client.get(path, **headers)
+                assert (status, body["error"]["code"]) == (401, "invalid_api_key"), (path, headers)
+        assert client.get("/v1/models", Authorization=right)[0] == 200
