@@ -5,23 +5,27 @@ import re
 import runpy
 import shlex
 import shutil
-from functools import cache
+from argparse import ArgumentParser
+from functools import cache, partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from lockstep import cli
 from lockstep.algorithms.advantages import ADV_ESTIMATORS
-from lockstep.algorithms.policy_losses import POLICY_LOSSES
+from lockstep.algorithms.policy_losses import BATCH_INPUTS, POLICY_LOSSES
 from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
 from lockstep.compat.verl_keys.keys import judge
-from lockstep.config.load import check_key, valid_keys
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.load import check_key, read_layers, valid_keys
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
 from lockstep.rewards.outcome import FAILURE_KINDS
 from lockstep.tools.check import check_advantage, check_loss, check_preference
 from lockstep.tools.evaluate.command import _parser as eval_parser
+from lockstep.trainer.ppo.checks import ESTIMATOR_INPUTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -108,13 +112,21 @@ def test_the_tutorials_program_runs(embedded_task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(embedded_task.train_file, "train.parquet")
     shutil.copytree(embedded_task.model, "model")
-    program, worker = blocks(ROOT / "docs/tutorial.md", "python")
+    program, loop, worker = blocks(ROOT / "docs/tutorial.md", "python")
     # The embedded model holds 64 tokens; everything else is as written.
     program = program.replace('"trainer.total', '"data.max_prompt_length=16", "data.max_response_length=12", "trainer.total')
     names: dict = {}
     exec(program, names)
     names["trainer"].close()
     assert names["result"].steps == 1
+    make, _, rest = program.partition("trainer.init_workers()")
+    assert "fit()" in rest
+    sizes = '"data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.entropy_coeff=0.01"'
+    own: dict = {}
+    exec(make.replace('"trainer.total', f'{sizes}, "trainer.total'), own)
+    exec(loop, own)
+    assert own["step"] == 2
+    assert own["learned"]["actor/grad_norm"] > 0
     exec(worker, names)
     assert names["Echo"]().where() == 0
 
@@ -143,16 +155,65 @@ def test_the_readmes_reward_is_a_reward(tmp_path):
     assert names["compute_score"]("any", "41", "42", None) == 0.0
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "chat", "export", "push"])
-def test_the_commands_about_models_can_be_read(command):
-    parser = importlib.import_module(
-        "lockstep.tools.evaluate.command" if command == "eval" else f"lockstep.tools.{command}"
-    )._parser()
-    text = "\n".join(block for page in PAGES for block in blocks(page, "sh")).replace("\\\n", " ")
-    lines = [shlex.split(line)[2:] for line in text.splitlines() if line.startswith(f"lockstep {command} ")]
-    assert lines
-    for line in lines:
-        parser.parse_intermixed_args(line)
+def commands():
+    """Every command of ours in the shell blocks of the pages: the words after `lockstep` or `python -m`."""
+    for page in PAGES:
+        text = "\n".join(blocks(page, "sh") + blocks(page, "bash")).replace("\\\n", " ")
+        for line in text.splitlines():
+            words = shlex.split(line.partition(" | ")[0].partition(" && ")[0].partition(" > ")[0], comments=True)
+            if words[:1] == ["lockstep"]:
+                yield pytest.param(words[1:], id=f"{page.name}: {' '.join(words[1:])}"[:90])
+            elif words[:2] == ["python", "-m"] and words[2].startswith(("lockstep.", "benchmarks.")):
+                yield pytest.param(words[2:], id=f"{page.name}: {' '.join(words[2:])}"[:90])
+
+
+class Read(BaseException):
+    """A command line could be read."""
+
+
+@pytest.mark.parametrize("words", commands())
+def test_every_command_of_the_pages_can_be_read(words, monkeypatch):
+    """Keys with their values as the training command reads them, options as argparse does; nothing is run."""
+    name, *arguments = (word for word in words if word != "...")
+    name = "ppo" if name == "lockstep.trainer.main_ppo" else name.replace("_", "-")
+    if name in cli.COMMANDS:
+        module = cli.COMMANDS[name][0]
+    else:
+        module = words[0] if "." in words[0] else "lockstep.trainer.main_ppo"
+    if module.startswith("lockstep.trainer.main_"):
+        monkeypatch.chdir(ROOT)  # for files of examples
+        file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
+        keys = [word for word in arguments if "=" in word]
+        assert [word for word in arguments if word not in keys] in (
+            [],
+            ["--config", file],
+            ["--from-verl"],
+        ) or "--help" in arguments
+        root = ROOTS.get(name, ROOTS["ppo"])
+        if "--from-verl" in arguments:
+            assert [word for word in keys if judge(word.partition("=")[0], word.partition("=")[2]).kind == "unknown"] == []
+        else:
+            read_layers(root, keys, file, words[0].replace("-", "_") if words[0].replace("-", "_") in cli.ALGORITHMS else "ppo")
+    elif name in ("doctor", "verl-keys"):
+        assert name == "verl-keys" or not arguments
+    elif name == "check":
+        assert arguments[0] in ("loss", "advantage", "preference")
+    else:
+        if words[0] in ("benchmarks.decode_step", "benchmarks.attention"):
+            pytest.importorskip("triton")
+        # verify-resume leaves the keys to the training command.
+        for method in ("parse_known_args",) if name == "verify-resume" else ("parse_args", "parse_intermixed_args"):
+            monkeypatch.setattr(ArgumentParser, method, partialmethod(read, getattr(ArgumentParser, method)))
+        monkeypatch.setattr("sys.argv", [name, *arguments])
+        main = importlib.import_module(module).main
+        with pytest.raises(Read):
+            main() if module.startswith("benchmarks.") else main(arguments)
+
+
+def read(parser, parse, *arguments):
+    """Parse, and end there."""
+    parse(parser, *arguments)
+    raise Read
 
 
 def test_the_options_of_eval_are_in_its_page():
@@ -172,6 +233,17 @@ def test_the_losses_and_the_estimator_of_the_docs_have_every_property(tmp_path):
     pairs = tmp_path / "my_pairs.py"
     pairs.write_text("\n".join(blocks(ROOT / "docs/algorithms/preference.md", "python")))
     assert check_preference(f"{pairs}:offset", {"scale": 2.0}, max_examples=10)
+
+
+def test_what_estimators_and_losses_may_read_is_in_the_docs():
+    estimators, losses = re.findall(r"It can ask for:\n\n((?:\|.*\n)+)", (ROOT / "docs/algorithms/extending.md").read_text())
+
+    def names(table):
+        return {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+    numbers = set(ActorConfig().loss_parameters)
+    assert names(estimators) == ESTIMATOR_INPUTS | {"rollout_is_weights"}
+    assert names(losses) == set(BATCH_INPUTS) | numbers
 
 
 def test_every_estimator_and_loss_has_its_row_in_the_docs():

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, LockstepError, as_command
 from lockstep.tools.asked import Asked, read_asked
 
 _EMBEDDED_ROWS = 2048
+_SMALL = "(it is this small because there is no GPU here and no key says how large it is)"
 
 
 @as_command
@@ -47,7 +48,7 @@ def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
     yield f"lockstep {asked.command}: run {section.experiment_name} in {section.run_dir}"
     device = "cuda" if gpu else _device_of(section.device)
     if not isinstance(asked.config, PPOConfig):
-        yield _stage_words(asked.config, device)
+        yield _stage_words(asked.config, device) + (f"\n  {_SMALL}" if asked.is_first_run else "")
         yield values_text(asked, shows_all)
         return
     from lockstep.data.schedule import PromptSchedule
@@ -64,7 +65,7 @@ def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
     else:
         words = f"{rows}\n" + describe(config, 0, 0, device).partition("\n")[2]
     if asked.is_first_run:
-        words += "\n(it is this small because there is no GPU here and no key says how large it is)"
+        words += f"\n{_SMALL}"
     yield "what a step is:\n" + _indented(words)
     if config.agent.is_on:
         yield "what an episode is:\n" + "\n".join(f"  {name:15} {what}" for name, what in episodes(config))

@@ -26,7 +26,7 @@ from lockstep.trainer.ppo.scored import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
-_ESTIMATOR_INPUTS = {
+ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
     "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def check_algorithm(config: PPOConfig) -> None:
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples of one prompt, but actor_rollout_ref.rollout.n=1; "
             "set actor_rollout_ref.rollout.n to 2 or more"
         )
-    present = _ESTIMATOR_INPUTS | ({"rollout_is_weights"} if algorithm.rollout_correction.rollout_is else set())
+    present = ESTIMATOR_INPUTS | ({"rollout_is_weights"} if algorithm.rollout_correction.rollout_is else set())
     unknown = [name for name in required if name not in present]
     if unknown:
         raise ConfigError(
