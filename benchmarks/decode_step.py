@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", nargs="+", default=["0.5b,32,512", "1.5b,32,512", "1.5b,16,3500"], metavar="SHAPE,ROWS,CONTEXT")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=("auto", "fp8", "k8v4"), default=["auto"])
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=("auto", "fp8"), default=["auto"])
     parser.add_argument("--out", default=RESULTS, help="folder of the result file")
     options = parser.parse_args(arguments)
     steps = []
@@ -81,9 +81,6 @@ def _captured(shape: str, rows: int, context: int, kept: str, steps: int) -> tor
     cache = CACHES[kept](shape_of, rows * width + 1, device)
     if cache.scales is None:
         cache.pool.normal_()
-    elif kept == "k8v4":  # keys and values of about 1
-        cache.pool.random_(0, 256)
-        cache.scales[..., 0], cache.scales[..., 1] = 0x3C00, 0x7C0F  # 2^-7; 2^-3 and a zero of 7.5
     else:  # positive numbers from 2^-9 to 240, and scales that make them keys and values of about 1
         cache.pool.view(torch.uint8).random_(0, 120)
         cache.scales.fill_(2.0**-7)

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=32_768)
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "k8v4"), default="auto", help="type of keys and values")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="type of keys and values")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the free GPU memory for the key-value cache")
     parser.add_argument("--repeats", type=int, default=2, help="measured runs after the first; 0 measures the first")
     parser.add_argument("--trainer-check", type=int, default=0, metavar="N")

@@ -253,9 +253,9 @@ class RolloutConfig:
     free_cache_engine: bool = True
     """Give the key-value cache's memory back after each generation, for the update."""
     kv_cache_dtype: str = "auto"
-    """Type of the keys and values that are kept: auto (the model's); less exact are fp8, half as many bytes as bfloat16, and k8v4, keys in
-    8 bits and values in 4: native on a GPU in bfloat16 for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE (docs/generation_gpu.md);
-    vllm has fp8, as vLLM has it."""
+    """Type of keys and values in the cache: auto (the model's), or fp8, which takes half the bytes of bfloat16 and is less exact.
+    fp8 needs a GPU; the native engine has it in bfloat16 for Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE
+    (docs/generation_gpu.md), vllm as vLLM has it."""
     batch_invariant: bool = False
     """native: compute in shapes that round alike in any batch: tokens and log-probs are the same bit for bit, and generation is slower."""
     router_replay: bool = False
@@ -293,11 +293,10 @@ class RolloutConfig:
         at_least(self, prefix, 0.0, "exactness_bound")
         at_least(self, prefix, 0.001, "weight_sync_timeout_s", "start_timeout_s", "silence_timeout_s")
         one_of(f"{prefix}.weight_sync", self.weight_sync, WEIGHT_SYNCS)
-        one_of(f"{prefix}.kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8", "k8v4"))
-        engines = ("native", "vllm") if self.kv_cache_dtype == "fp8" else ("native",)
-        if self.has_small_cache and self.name not in engines:
+        one_of(f"{prefix}.kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
+        if self.has_small_cache and self.name not in ("native", "vllm"):
             raise ConfigError(
-                f"{prefix}.kv_cache_dtype={self.kv_cache_dtype} is of rollout.name={' or '.join(engines)}, not {self.name}; set it to auto"
+                f"{prefix}.kv_cache_dtype={self.kv_cache_dtype} is of rollout.name=native or vllm, not {self.name}; set it to auto"
             )
         if self.batch_invariant and self.name != "native":
             raise ConfigError(

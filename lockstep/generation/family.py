@@ -30,8 +30,8 @@ def is_fusable(config: PretrainedConfig, *, mixtures: bool = False) -> bool:
     )
 
 
-_HEADS = {"fp8": (32, 64, 128, 256), "k8v4": (64, 128, 256)}
-"""Numbers of a head, by `rollout.kv_cache_dtype`."""
+_FLOAT8_HEADS = (32, 64, 128, 256)
+"""Sizes of a head that kernels for float8 pages take."""
 _FLOAT8_SINCE = (8, 9)
 """The first compute capability whose GPUs turn float8 into float16."""
 
@@ -44,7 +44,7 @@ def check_small_cache(module: PreTrainedModel, rollout: RolloutConfig) -> None:
 
 def check_small_cache_capability(capability: tuple[int, int], rollout: RolloutConfig) -> None:
     """Raise ConfigError for a GPU that is too old."""
-    if rollout.kv_cache_dtype == "fp8" and capability < _FLOAT8_SINCE:
+    if capability < _FLOAT8_SINCE:
         _refuse(rollout, "a GPU of compute capability 8.9 or newer", "this one has {}.{}".format(*capability))
 
 
@@ -63,7 +63,8 @@ def check_small_cache_config(config: PretrainedConfig, device_type: str, dtype: 
         _refuse(rollout, f"a model of the families {', '.join(FAMILIES + MIXTURES)}", f"this one is a {family}")
     if not is_fusable(config, mixtures=True):
         _refuse(rollout, "SiLU and rotary positions of a common kind", f"this {family} has others")
-    sizes, size = [str(each) for each in _HEADS[rollout.kv_cache_dtype]], head_size(config.get_text_config())
+    sizes = [str(each) for each in _FLOAT8_HEADS]
+    size = head_size(config.get_text_config())
     if str(size) not in sizes:
         _refuse(rollout, f"heads of {', '.join(sizes[:-1])} or {sizes[-1]} numbers", f"this model's have {size}")
 

@@ -97,14 +97,14 @@ class CacheShape:
         """Bytes of one page: keys and values of all layers."""
         size = self.head_dim
         # Of a key and a value; where they have fewer bits, with 4 bytes for their scales.
-        head = {"auto": 2 * size * self.dtype.itemsize, "fp8": 2 * size + 4, "k8v4": size + size // 2 + 4}[self.kept]
+        head = {"auto": 2 * size * self.dtype.itemsize, "fp8": 2 * size + 4}[self.kept]
         return self.num_layers * self.page_size * self.num_kv_heads * head
 
 
 class KVCache:
     """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
 
-    scales: Tensor | None = None  # of keys and values in fewer bits (float8_cache.py, k8v4_cache.py)
+    scales: Tensor | None = None  # of keys and values in fewer bits (float8_cache.py)
     experts: Tensor | None = None
     """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
 

@@ -17,7 +17,7 @@ from lockstep.generation.family import FAMILIES, MIXTURES, check_small_cache, ch
 from lockstep.trainer.run.setup import check_engines
 from lockstep.workers.rollout.registry import make_rollout
 
-FP8, K8V4 = RolloutConfig(kv_cache_dtype="fp8"), RolloutConfig(kv_cache_dtype="k8v4")
+FP8 = RolloutConfig(kv_cache_dtype="fp8")
 NEEDS = r"^actor_rollout_ref\.rollout\.kv_cache_dtype=fp8 needs "
 
 
@@ -26,11 +26,6 @@ NEEDS = r"^actor_rollout_ref\.rollout\.kv_cache_dtype=fp8 needs "
 def test_what_can_keep_them_is_let_pass(family: str, size: int) -> None:
     config = tiny_config(family, **SETTINGS.get(family, {}) | {"head_dim": size})
     check_small_cache_config(config, "cuda", torch.bfloat16, FP8)
-    if size > 32:
-        check_small_cache_config(config, "cuda", torch.bfloat16, K8V4)
-        return
-    with pytest.raises(ConfigError, match="kv_cache_dtype=k8v4 needs heads of 64, 128 or 256 numbers, and this model's have 32"):
-        check_small_cache_config(config, "cuda", torch.bfloat16, K8V4)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +72,6 @@ def test_an_older_gpu_is_refused_when_a_model_is_there(monkeypatch: pytest.Monke
         ConfigError, match=NEEDS + r"a GPU of compute capability 8.9 or newer, and this one has 8.0; set it to auto$"
     ):
         check_small_cache(module, FP8)
-    module.config = tiny_config(head_dim=64)
-    check_small_cache(module, K8V4)  # codes are integers
 
 
 def test_no_other_engine_takes_the_place_of_one_that_cannot() -> None:
@@ -95,12 +88,6 @@ def test_engines_without_the_option_are_refused_when_the_configuration_is_read(n
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         RolloutConfig(kv_cache_dtype="fp4")
     assert not RolloutConfig(name=name).has_small_cache
-
-
-@pytest.mark.parametrize("name", ["hf", "sglang", "vllm"])
-def test_values_in_four_bits_are_the_native_engines(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"kv_cache_dtype=k8v4 is of rollout.name=native, not {name}; set it to auto$"):
-        RolloutConfig(name=name, kv_cache_dtype="k8v4")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ def test_one_kernel_rotates_stores_attends_and_joins(monkeypatch, kind, toleranc
     ("kept", "heads", "kv_heads", "dim"),
     [
         *(("fp8", *sizes) for sizes in ((12, 2, 128), (14, 2, 64), (9, 3, 64), (20, 2, 32))),
-        *(("k8v4", *sizes) for sizes in ((12, 2, 128), (14, 2, 64), (9, 3, 64), (8, 2, 256))),
     ],
 )
 @pytest.mark.parametrize(
@@ -58,8 +57,7 @@ def test_pages_of_fewer_bits_are_read_as_what_they_stand_for(
     monkeypatch, kind, tolerance, kept, heads, kv_heads, dim, splits, window, tile, warps
 ):
     """In float32 what is left is the 11 bits of weights and queries, times a score in the latter (1.2e-3 was seen). In bfloat16 a new key
-    may be rounded to the number beside, and with the largest of a value all 16 numbers that its head can have are others."""
-    tolerance *= 5 if kept == "k8v4" and kind == torch.bfloat16 else 1
+    may be rounded to the number beside."""
     monkeypatch.setitem(new_token._SMALL, "TILE", tile)
     monkeypatch.setattr(new_token, "_MOST_LOADING_WARPS", warps)
     case = make_new_tokens(

@@ -77,16 +77,14 @@ def test_float32_takes_longer_and_more(models):
 
 
 def test_keys_and_values_in_fewer_bits_take_less_memory_and_less_time(models):
-    """Key and value of a head of 64 numbers: 132 and 100 bytes of 256."""
+    """Key and value of a head of 64 numbers: 132 bytes instead of 256."""
     long = ["data.max_response_length=16384", "data.train_batch_size=32", "actor_rollout_ref.rollout.n=1"]
-    half, eight, six = (
+    half, eight = (
         predict(config_of(models / "0.5b", *long, f"actor_rollout_ref.rollout.kv_cache_dtype={name}"), H200)
-        for name in ("auto", "fp8", "k8v4")
+        for name in ("auto", "fp8")
     )
-    caches = [found.memory["gen"]["key-value cache"] for found in (half, eight, six)]
+    caches = [found.memory["gen"]["key-value cache"] for found in (half, eight)]
     assert caches[1] * 256 == caches[0] * 132
-    assert caches[2] * 256 == caches[0] * 100
-    assert six.seconds["gen"] < 0.95 * eight.seconds["gen"]
     assert eight.seconds["gen"] < 0.8 * half.seconds["gen"]
     assert eight.seconds["update_actor"] == half.seconds["update_actor"]
     assert eight.memory["gen"]["rollout weights"] == half.memory["gen"]["rollout weights"]

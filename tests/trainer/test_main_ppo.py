@@ -104,7 +104,7 @@ CASES = {
         lambda t: {"actor_rollout_ref.rollout.kv_cache_dtype": "fp8", "trainer.device": "cpu"}, ["kv_cache_dtype=fp8", "GPU", "auto"],
     ),
     "values in four bits without a GPU": (
-        lambda t: {"actor_rollout_ref.rollout.kv_cache_dtype": "k8v4", "trainer.device": "cpu"}, ["kv_cache_dtype=k8v4", "GPU", "auto"],
+        lambda t: {"actor_rollout_ref.rollout.kv_cache_dtype": "fp8", "trainer.device": "cpu"}, ["kv_cache_dtype=fp8", "GPU", "auto"],
     ),
     "an unknown estimator": (lambda t: {"algorithm.adv_estimator": "gea"}, ["gea", "gae"]),
     "an unknown loss": (lambda t: {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanila"}, ["vanila", "vanilla"]),

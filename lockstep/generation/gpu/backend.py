@@ -18,7 +18,6 @@ from lockstep.generation.gpu.hf_layers import HFDecoder
 from lockstep.generation.gpu.loop import GenerationLoop
 from lockstep.generation.gpu.rows import RowState
 from lockstep.generation.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket, buckets
-from lockstep.generation.k8v4_cache import K8V4Cache
 from lockstep.generation.pages import CacheShape, KVCache
 from lockstep.generation.scheduler import Scheduler
 from lockstep.utils.memory import free_device_memory
@@ -26,7 +25,7 @@ from lockstep.utils.memory import free_device_memory
 PAGE_SIZE = 64
 INTERVAL = 8
 """Decode steps between two looks of the host: long enough to hide its work, short enough that a stopped row does not idle for long."""
-CACHES: dict[str, type[KVCache]] = {"auto": KVCache, "fp8": Float8Cache, "k8v4": K8V4Cache}
+CACHES: dict[str, type[KVCache]] = {"auto": KVCache, "fp8": Float8Cache}
 """By `rollout.kv_cache_dtype`."""
 _WIDTH_STEP = 16
 """The page table grows by this many pages a row, so that calls of similar lengths share their graphs."""

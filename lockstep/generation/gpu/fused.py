@@ -112,7 +112,7 @@ class FusedDecoder:
         if len(tokens) * self._kv_heads > MOST_PAIRS:
             return self.logits(self.hidden(tokens, positions, slots, page_table, context_lens, shared, long))
         kept = self._cache.shape.kept
-        splits = cuts(len(tokens), self._kv_heads, kept, self._dim)
+        splits = cuts(len(tokens), self._kv_heads, kept)
         if long and kept == "auto":
             splits = num_splits(len(tokens), self._kv_heads, long)
 
@@ -159,7 +159,7 @@ class FusedDecoder:
             heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
             pages, scales = self._cache.layer(number), self._scales(number)
-            return packed_prompt_attention(*heads, *pages, rows, variant, scales, self._cache.shape.kept).flatten(1)
+            return packed_prompt_attention(*heads, *pages, rows, variant, scales).flatten(1)
 
         return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
 

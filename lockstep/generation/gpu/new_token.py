@@ -8,7 +8,7 @@ has them at hand instead of reading them back. The split that ends last of a row
 order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
 (early.py): into shared memory where all programs fit on the GPU at once, else into the L2 cache.
 
-How a program goes over its split is in over_pages.py, and where keys and values are kept in fewer bits in over_float8.py and over_k8v4.py.
+How a program goes over its split is in over_pages.py, and for float8 keys and values in over_float8.py.
 """
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from lockstep.generation.gpu.early import early, fetch
 from lockstep.generation.gpu.float8 import packed_scales
 from lockstep.generation.gpu.over_float8 import over_float8_pages
-from lockstep.generation.gpu.over_k8v4 import over_k8v4_pages
 from lockstep.generation.gpu.over_pages import over_pages
 
 MOST_PAIRS = 256
@@ -29,27 +28,19 @@ _PROGRAMS = 200
 _MOST_SPLITS = 16
 _SMALL_PROGRAMS = 500
 _SMALL = {"TILE": 64, "num_warps": 2, "num_stages": 7}
-"""How pages of fewer bits are read: by smaller programs, and more of them."""
-_ONE_WARP = {"num_warps": 1, "num_stages": 6}
+"""How float8 pages are read: by smaller programs, and more of them."""
 _MOST_LOADING_WARPS = 1024
 """Of programs that load keys and values before they wait, which takes twice the registers: what an H100 or H200 has room for at once."""
 
 
-def cuts(rows: int, kv_heads: int, kept: str = "auto", dim: int = 128) -> int:
-    """Into how many splits the contexts of so many rows are cut: 2, 4, 8 or 16, and 1 where there are too many rows."""
+def cuts(rows: int, kv_heads: int, kept: str = "auto") -> int:
+    """Return the number of splits of each row's context: 2, 4, 8 or 16, or 1 if there are too many rows."""
     pairs = rows * kv_heads
     if pairs > MOST_PAIRS:
         return 1
-    if _in_one_warp(kept, dim):  # as many as there is room for at once
-        splits = 1 << ((_MOST_LOADING_WARPS // pairs).bit_length() - 1)
-    else:
-        splits = triton.next_power_of_2(triton.cdiv(_PROGRAMS if kept == "auto" else _SMALL_PROGRAMS, pairs))
+    programs = _PROGRAMS if kept == "auto" else _SMALL_PROGRAMS
+    splits = triton.next_power_of_2(triton.cdiv(programs, pairs))
     return min(_MOST_SPLITS, max(2, splits))
-
-
-def _in_one_warp(kept: str, dim: int) -> bool:
-    """Whether the quarter of a head that is multiplied at a time is all that one warp's unit takes: a second would compute it again."""
-    return kept == "k8v4" and dim == 64
 
 
 def _stages(rows: int, loads_first: bool) -> int:
@@ -100,12 +91,11 @@ class NewToken:
         padded = max(16, triton.next_power_of_2(dim))
         q_norm, k_norm = norms or (out, out)
         tile = max(16, min(page_size, 16384 // (padded * out.element_size())))
-        small = _SMALL | (_ONE_WARP if _in_one_warp(kept, dim) else {})
-        warps = 4 if scales is None else small["num_warps"]
+        warps = 4 if scales is None else _SMALL["num_warps"]
         loads_first = rows * kv_heads * splits * warps <= _MOST_LOADING_WARPS
         reading = {"TILE": tile, "num_warps": warps, "num_stages": _stages(rows, loads_first)}
         if scales is not None:
-            reading = small | {"TILE": min(small["TILE"], 2 * page_size)}
+            reading = _SMALL | {"TILE": min(_SMALL["TILE"], 2 * page_size)}
         _attend_new[(rows, kv_heads, splits)](
             qkv, out if bias is None else bias, self._cos, self._sin, positions, slots, k_pages, v_pages, packed_scales(scales, out),
             page_table, context_lens,
@@ -163,25 +153,15 @@ def _attend_new(
         token = tl.maximum(tl.minimum(low + t, high - 1), 0)
         pages = tl.load(TABLE + token // PAGE).to(tl.int64)
         line = tl.minimum(tl.arange(0, max(1, DP // LINE)) * LINE, D - 1)
-        if KEPT == "k8v4":
-            at = (pages * KV_HEADS + kv_head) * (PAGE * D * 3 // 2)
-            fetch(KP + (at + token % PAGE * D)[:, None] + line[None, :])
-            fetch(VP + (at + token % PAGE * (D // 2))[:, None] + line[None, :] // 2)
-        else:
-            at = pages * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
-            fetch(KP + at[:, None] + line[None, :])
-            fetch(VP + at[:, None] + line[None, :])
+        at = pages * (PAGE * KV_HEADS * D) + token % PAGE * TOKEN + kv_head * HEAD
+        fetch(KP + at[:, None] + line[None, :])
+        fetch(VP + at[:, None] + line[None, :])
     new = (QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part)
     # A split without a token takes one turn too where it waits in it, and sees none.
     stop = tl.maximum(high, low + 1) if LOADS_FIRST else high
     cut = (row, kv_head, slot, is_last, first, low, stop, high, end, scale * LOG2_E)
     if KEPT == "fp8":
         peak, total, acc = over_float8_pages(
-            new, cut, KP, VP, SCALES, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, ASM,
-            LOADS_FIRST, EARLY,
-        )  # fmt: skip
-    elif KEPT == "k8v4":
-        peak, total, acc = over_k8v4_pages(
             new, cut, KP, VP, SCALES, TABLE, KV_HEADS, GROUP, ROWS, D, DP, HALF, PAGE, TILE, PARTS, BIAS, NORM, WINDOW, TYPE, ASM,
             LOADS_FIRST, EARLY,
         )  # fmt: skip

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lockstep.generation.gpu.float8 import pages_at
-from lockstep.generation.gpu.k8v4 import k8v4_at
 from lockstep.kernels.flash import FLASH_TYPES
 from lockstep.models.attention import causal_attention
 from lockstep.models.cached_attention import Variant
@@ -80,7 +79,6 @@ def packed_prompt_attention(
     rows: PromptRows,
     variant: Variant,
     scales: Tensor | None = None,
-    kept: str = "auto",
 ) -> Tensor:
     """[N, H, D]: causal attention inside each row; `query` [N, H, D], `key` and `value` [N, kv_heads, D], already stored in the pages
     (and rounded to them, where these have fewer bits: a prompt that is computed whole reads what one that is cut reads back).
@@ -88,7 +86,7 @@ def packed_prompt_attention(
     Flash attention on packed rows where it applies (half precision, no soft-cap, no sinks); else one row at a time.
     """
     if rows.key_slots is not None and scales is not None:
-        key, value = (k8v4_at if kept == "k8v4" else pages_at)(k_pages, v_pages, scales, rows.key_slots, query.dtype)
+        key, value = pages_at(k_pages, v_pages, scales, rows.key_slots, query.dtype)
     elif rows.key_slots is not None:
         key, value = (pages.flatten(0, 1)[rows.key_slots] for pages in (k_pages, v_pages))
     if varlen_attn is not None and query.is_cuda and query.dtype in FLASH_TYPES and variant.is_plain:

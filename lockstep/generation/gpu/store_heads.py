@@ -6,15 +6,6 @@ import triton
 import triton.language as tl
 
 from lockstep.generation.gpu.float8 import encode, scale_of
-from lockstep.generation.gpu.k8v4 import (
-    key_codes,
-    key_half,
-    key_scale_of,
-    pack_codes,
-    value_codes,
-    value_half,
-    value_scale_of,
-)
 
 
 @triton.jit
@@ -74,12 +65,8 @@ def rotate_and_store(
         own = h - HEADS  # number of the key's head
         at = SCALES, slot // PAGE * KV_HEADS, slot % PAGE
         heads = tl.reshape(v.to(TYPE).to(tl.float32), [VALUE_HEADS, D])
-        if KEPT == "fp8":
-            y1, y2 = _store_key_float8(KP, y1, y2, own, d, is_key, at, KV_HEADS, D, PAGE)
-            heads = _store_value_float8(VP, heads, at, KV_HEADS, D, VALUE_HEADS, PAGE)
-        else:
-            y1, y2 = _store_key_k8v4(KP, y1, y2, own, d, is_key, at, KV_HEADS, D, PAGE)
-            heads = _store_value_k8v4(VP, heads, at, KV_HEADS, D, VALUE_HEADS, PAGE)
+        y1, y2 = _store_key_float8(KP, y1, y2, own, d, is_key, at, KV_HEADS, D, PAGE)
+        heads = _store_value_float8(VP, heads, at, KV_HEADS, D, VALUE_HEADS, PAGE)
         v = tl.reshape(heads, [BLOCK_V])
         tl.store(OUT + token * width + v_start + i, v.to(TYPE), mask=is_value)
     tl.store(OUT + place, y1, mask=inside)
@@ -129,33 +116,3 @@ def _store_value_float8(VP, heads, at, KV_HEADS: tl.constexpr, D: tl.constexpr, 
     halves = SCALES.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     tl.store(halves + ((page + head) * PAGE + place) * 2 + 1, scale.to(tl.bfloat16), mask=head < KV_HEADS)
     return code.to(tl.float32) * scale
-
-
-@triton.jit
-def _store_key_k8v4(KP, y1, y2, own, d, is_key, at, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """As `_store_key_float8`."""
-    SCALES, page, place = at
-    scale, inverse = key_scale_of(y1.to(tl.float32), y2.to(tl.float32), 1)
-    code1, code2 = key_codes(y1.to(tl.float32), inverse), key_codes(y2.to(tl.float32), inverse)
-    target = KP + (page + own)[:, None] * (PAGE * D * 3 // 2) + place * D + d[None, :]
-    tl.store(target, code1, mask=is_key)
-    tl.store(target + D // 2, code2, mask=is_key)
-    halves = SCALES.to(tl.pointer_type(tl.int16), bitcast=True) + ((page + own) * PAGE + place)[:, None] * 2
-    tl.store(halves, key_half(scale).to(tl.int16), mask=_key_mask(own, KV_HEADS))
-    y1 = tl.where(is_key, ((code1.to(tl.float32) - 128.0) * scale).to(y1.dtype), y1)
-    return y1, tl.where(is_key, ((code2.to(tl.float32) - 128.0) * scale).to(y2.dtype), y2)
-
-
-@triton.jit
-def _store_value_k8v4(VP, heads, at, KV_HEADS: tl.constexpr, D: tl.constexpr, VALUE_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """As `_store_value_float8`."""
-    SCALES, page, place = at
-    QUADS: tl.constexpr = D // 4
-    scale, zero, inverse = value_scale_of(heads, 1)
-    code = value_codes(heads, inverse, zero)
-    head = tl.arange(0, VALUE_HEADS)[:, None]
-    quads = VP.to(tl.pointer_type(tl.int16), bitcast=True) + (page + head) * (PAGE * D * 3 // 4) + place * QUADS
-    tl.store(quads + tl.arange(0, QUADS)[None, :], pack_codes(code, VALUE_HEADS, QUADS), mask=head < KV_HEADS)
-    halves = SCALES.to(tl.pointer_type(tl.int16), bitcast=True) + ((page + head) * PAGE + place) * 2 + 1
-    tl.store(halves, value_half(scale, zero).to(tl.int16), mask=head < KV_HEADS)
-    return (code - zero) * scale

@@ -2,23 +2,21 @@
 # (Triton kernels take no Python types.)
 """Tiles of keys and values in pages of any type (`rollout.kv_cache_dtype`), as numbers that products are made of.
 
-KEPT is auto: tokens, KV heads, numbers lie in this order, in the type of the queries; or fp8 (float8.py) or k8v4 (k8v4.py): KV heads come
-first, and a tile's scales are given as the int32 of each token.
+KEPT is auto: tokens, KV heads, numbers lie in this order, in the type of the queries. Or it is fp8 (float8.py): KV heads come first, and
+a tile's scales are given as the int32 of each token.
 """
 
 import triton
 import triton.language as tl
 
 from lockstep.generation.gpu.float8 import decode, key_scale, value_scale
-from lockstep.generation.gpu.k8v4 import decode_keys, decode_values
 
 
 @triton.jit
 def head_start(page, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEPT: tl.constexpr):
     """Where a KV head of a page begins, in elements."""
-    SIZE: tl.constexpr = PAGE * D * 3 // 2 if KEPT == "k8v4" else PAGE * D
-    HEAD: tl.constexpr = D if KEPT == "auto" else SIZE
-    return page * (KV_HEADS * SIZE) + kv_head * HEAD
+    HEAD: tl.constexpr = D if KEPT == "auto" else PAGE * D
+    return page * (KV_HEADS * PAGE * D) + kv_head * HEAD
 
 
 @triton.jit
@@ -45,8 +43,6 @@ def keys_at(KP, head, first, t, d, mask, packed, KV_HEADS: tl.constexpr, D: tl.c
         k = tl.load(place, mask=mask, other=0.0)
     if KEPT == "fp8":
         k = decode(k, key_scale(packed)[:, None], TYPE)
-    elif KEPT == "k8v4":
-        k = decode_keys(k, packed, TYPE)
     return k
 
 
@@ -55,18 +51,13 @@ def values_at(
     VP, head, first, t, d, mask, packed,
     KV_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Likewise. Where values are codes, all of them are finite, and only their scales are masked."""
-    if KEPT == "k8v4":
-        QUADS: tl.constexpr = D // 4
-        quads = VP.to(tl.pointer_type(tl.int16), bitcast=True) + (head // 2 + first * QUADS)
-        v = decode_values(tl.load(quads + (t[:, None] * QUADS + tl.arange(0, QUADS)[None, :])), packed, TILE, D, TYPE)
+    """As `keys_at`, for values."""
+    TOKEN: tl.constexpr = KV_HEADS * D if KEPT == "auto" else D
+    place = VP + (head + first * TOKEN) + (t[:, None] * TOKEN + d[None, :])
+    if mask is None:
+        v = tl.load(place)
     else:
-        TOKEN: tl.constexpr = KV_HEADS * D if KEPT == "auto" else D
-        place = VP + (head + first * TOKEN) + (t[:, None] * TOKEN + d[None, :])
-        if mask is None:
-            v = tl.load(place)
-        else:
-            v = tl.load(place, mask=mask, other=0.0)
-        if KEPT == "fp8":
-            v = decode(v, value_scale(packed)[:, None], TYPE)
+        v = tl.load(place, mask=mask, other=0.0)
+    if KEPT == "fp8":
+        v = decode(v, value_scale(packed)[:, None], TYPE)
     return v

@@ -52,10 +52,6 @@ def test_one_kernel_rotates_stores_attends_and_joins(
         ("fp8", 16, 20, 3, True, 32, 14),
         ("fp8", 32, None, 1, False, 32, 18),
         ("fp8", 32, 20, 0, False, 64, 6),
-        ("k8v4", 16, None, 0, False, 64, 6),
-        ("k8v4", 16, 20, 3, True, 128, 14),
-        ("k8v4", 32, None, 1, False, 64, 18),
-        ("k8v4", 32, 20, 0, False, 64, 6),
     ],
 )
 def test_pages_of_fewer_bits_are_read_as_what_they_stand_for(
@@ -86,7 +82,7 @@ def test_pages_of_fewer_bits_are_read_as_what_they_stand_for(
             assert torch.equal(pages.flatten(0, 1)[case.slots], new)
 
 
-@pytest.mark.parametrize("kept", ["auto", "fp8", "k8v4"])
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
 def test_splits_without_a_token_change_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     """With 16 splits most have none. The same bits whether keys are loaded before the kernel waits or after."""
     made = []
@@ -104,8 +100,7 @@ def test_splits_without_a_token_change_nothing(monkeypatch: pytest.MonkeyPatch, 
 def test_few_rows_are_cut_into_many_splits() -> None:
     rows = (8, 16, 32, 48, 64, 96, 128, 160)
     assert [cuts(n, 2) for n in rows] == [16, 8, 4, 4, 2, 2, 2, 1]
-    assert [cuts(n, 2, "k8v4", 128) for n in rows] == [cuts(n, 2, "fp8", 64) for n in rows] == [16, 16, 8, 8, 4, 4, 2, 1]
-    assert [cuts(n, 2, "k8v4", 64) for n in rows] == [16, 16, 16, 8, 8, 4, 4, 1]
+    assert [cuts(n, 2, "fp8") for n in rows] == [16, 16, 8, 8, 4, 4, 2, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -20,12 +20,11 @@ from lockstep.generation.gpu.backend import CACHES
 from lockstep.generation.gpu.block_attention import block_attention
 from lockstep.generation.gpu.float8 import pages_at
 from lockstep.generation.gpu.fused import FusedDecoder, fuse_projections
-from lockstep.generation.gpu.k8v4 import k8v4_at
 from lockstep.generation.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.generation.pages import CacheShape
 from lockstep.models.cached_attention import Variant
 
-READ = {"fp8": pages_at, "k8v4": k8v4_at}
+READ = {"fp8": pages_at}
 
 
 def scene(kept: str) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
