@@ -12,7 +12,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 ELSEWHERE = {"lockstep-rl", "vllm", "sglang", "megatron-core", "torchtitan", "wandb"}
 ELSEWHERE |= {"mlflow-skinny", "sqlalchemy", "alembic", "swanlab", "trackio", "mcp"}
 """Ourselves, and what other environments have."""
-TOOLS = {"mypy", "ruff"}
+TOOLS = {"import-linter", "mypy", "ruff"}
 """One version of these is enough."""
 
 
