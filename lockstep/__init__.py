@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.protocol import DataProto
-    from lockstep.tools.report.read_run import read_run
+    from lockstep.tools.report.run_folder import read_run
 
 __all__ = ["DataProto", "__version__", "read_run"]
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return DataProto
     if name == "read_run":
-        from lockstep.tools.report.read_run import read_run
+        from lockstep.tools.report.run_folder import read_run
 
         return read_run
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "look": {
         "watch": ("lockstep.tools.report.watch", "`watch RUN`: follow a run live, in a browser on this machine"),
-        "report": ("lockstep.tools.report", "`report RUN`: write one HTML file about a run, with its samples token by token"),
+        "report": ("lockstep.tools.report.command", "`report RUN`: write one HTML file about a run, with its samples token by token"),
         "compare": ("lockstep.tools.compare", "compare what several algorithms would do with one recorded batch"),
     },
     "use": {

@@ -18,7 +18,9 @@ except ImportError as error:
 
 _LOSS_TOKENS = ("old_log_prob", "advantages")
 _ADVANTAGE_TOKENS = ("token_level_rewards", "values")
-_MAX_ROWS, _MAX_WIDTH, _PARTS = 4, 3, 2
+_MAX_ROWS = 4
+_MAX_WIDTH = 3
+_PARTS = 2
 
 
 @st.composite
@@ -64,7 +66,8 @@ def pair_cases(draw: st.DrawFn) -> Case:
     columns = {name: -scale * draw(_numbers(shape)).abs() for name in names}
     columns["length"] = draw(_numbers(shape)).abs().clamp(1, 3).round()
     columns["margin"] = draw(_numbers(shape[:1])).abs()[:, None].expand(shape)
-    order, cut = draw(st.permutations(range(shape[0]))), draw(st.integers(0, shape[0]))
+    order = draw(st.permutations(range(shape[0])))
+    cut = draw(st.integers(0, shape[0]))
     return Case(tokens=columns, of_rows={}, mask=torch.ones(shape, dtype=torch.bool), order=order, cut=cut)
 
 
@@ -108,7 +111,8 @@ def smallest_failure(
 @st.composite
 def _masks(draw: st.DrawFn) -> Tensor:
     bits = draw(st.lists(st.booleans(), min_size=_MAX_ROWS * _MAX_WIDTH, max_size=_MAX_ROWS * _MAX_WIDTH))
-    rows, width = draw(st.integers(1, _MAX_ROWS)), draw(st.integers(1, _MAX_WIDTH))
+    rows = draw(st.integers(1, _MAX_ROWS))
+    width = draw(st.integers(1, _MAX_WIDTH))
     return _top_left(torch.tensor(bits), (rows, width)).logical_not()  # shrinks to all selected
 
 

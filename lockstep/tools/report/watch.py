@@ -1,4 +1,4 @@
-"""`lockstep watch RUN [RUN2 ...]`: the report of runs that go on, served on this machine."""
+"""`lockstep watch RUN [RUN2 ...]`: the report of runs while they train, served on this machine."""
 
 import argparse
 import json
@@ -10,16 +10,15 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.tools.report.assemble import assemble
-from lockstep.tools.report.blocks import Block
 from lockstep.tools.report.collector import Collector
+from lockstep.tools.report.html import Block, assemble
 from lockstep.utils.printable import say
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until Ctrl-C; returns the exit status."""
+    """Serve until Ctrl-C; return the exit status."""
     parser = argparse.ArgumentParser("lockstep watch", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, such as checkpoints/lockstep/ppo")
     parser.add_argument("--port", type=int, default=8017, help="on localhost; 0 takes a free one (default: %(default)s)")
@@ -43,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
-    """A server of the live page on 127.0.0.1, to be run. Raises DataError where a folder is not there, OSError for the port."""
+    """Return a server of the live page on 127.0.0.1, not yet running.
+
+    Raises DataError if a folder does not exist, OSError if the port cannot be taken.
+    """
     for run in runs:
         if not run.is_dir():
             raise DataError(f"{run} is not a folder; give the folder of a run, which it names at its start")
@@ -56,16 +58,17 @@ def make_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
 
 
 class LiveRuns:
-    """The blocks of runs, read on as they grow. Safe to use from several threads."""
+    """The blocks of runs that grow. Several threads may use it."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
-        self._runs, self._lock = list(runs), threading.Lock()
+        self._runs = list(runs)
+        self._lock = threading.Lock()
         self._collector: Collector | None = None
         self._blocks: list[Block] = []
         self._epoch = 0
 
     def update(self) -> tuple[int, list[Block]]:
-        """Read what is new; returns all blocks, and how often they were begun anew since a run went back to an earlier step.
+        """Read what is new. Return how often the blocks were started anew, since a run went back to an earlier step, and all blocks.
 
         Raises DataError while a run has written nothing.
         """
@@ -73,7 +76,9 @@ class LiveRuns:
             if self._collector is None:
                 self._collector = Collector(self._runs)
             elif self._collector.was_rewritten():
-                self._collector, self._blocks, self._epoch = Collector(self._runs), [], self._epoch + 1
+                self._collector = Collector(self._runs)
+                self._blocks = []
+                self._epoch += 1
             self._blocks += self._collector.collect()
             return self._epoch, list(self._blocks)
 
@@ -93,21 +98,23 @@ class _Handler(BaseHTTPRequestHandler):
         if address.path != "/blocks":
             return self._answer(404, "text/plain", b"there is / and /blocks?since=N\n")
         try:
-            asked = {name: int(values[0]) for name, values in parse_qs(address.query).items()}
+            query = {name: int(values[0]) for name, values in parse_qs(address.query).items()}
         except ValueError:
             return self._answer(400, "text/plain", b"since and epoch are numbers\n")
         try:
             epoch, blocks = self.source.update()
         except (DataError, OSError) as error:  # no step yet, or a folder that is being moved
             return self._answer(503, "text/plain", f"{error}\n".encode())
-        first = max(0, asked.get("since", 0)) if asked.get("epoch", epoch) == epoch else 0
+        is_current = query.get("epoch", epoch) == epoch
+        first = max(0, query.get("since", 0)) if is_current else 0
         data = [{"kind": block.kind, "first": block.first, "data": block.base64} for block in blocks[first:]]
         return self._answer(200, "application/json", json.dumps({"epoch": epoch, "blocks": data}).encode())
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
-        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)

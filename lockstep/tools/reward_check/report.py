@@ -172,7 +172,9 @@ def _verdict(result: CaseResult, target: float | None, silence: float | None, go
     """(kind, text) of what is wrong with a score. `target` is what a right answer must get, `silence` what an empty response to the same
     row gets, `gold` what a right answer to it does.
     """
-    earns, low, high = result.case.response.earns, result.lowest, result.highest
+    earns = result.case.response.earns
+    low = result.lowest
+    high = result.highest
     if low is None or high is None:
         return
     if result.kind == GOLD:
@@ -270,5 +272,6 @@ def _kinds(results: Sequence[CaseResult]) -> list[KindSummary]:
 
 
 def _example(result: CaseResult, text: str) -> Example:
-    row, response = result.case.subject.row, result.case.response
+    row = result.case.subject.row
+    response = result.case.response
     return Example(text[-_NUM_STORED:], f"{row.split} row {row.index}", response.name, response.text[:_NUM_STORED])

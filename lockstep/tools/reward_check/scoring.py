@@ -18,7 +18,8 @@ from lockstep.tools.reward_check.gold import gold_response
 from lockstep.tools.reward_check.rows import TriedRow
 from lockstep.tools.reward_check.traps import Traps
 
-GOLD, SAMPLE = "gold", "sample of the model"
+GOLD = "gold"
+SAMPLE = "sample of the model"
 MAX_TIMEOUTS = 16
 """Time-outs after which a check is given up."""
 _ODD_ROWS = 2

@@ -9,7 +9,8 @@ from rich.text import Text
 from lockstep.rewards.outcome import FAILURE_KINDS
 from lockstep.tools.reward_check.report import ERRORS, WARNINGS, Problem, Report
 
-_NUM_SHOWN, _NUM_LINES = 80, 8
+_NUM_SHOWN = 80
+_NUM_LINES = 8
 
 
 def print_report(report: Report, console: Console) -> None:

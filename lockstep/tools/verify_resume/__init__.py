@@ -61,7 +61,9 @@ def verify(recipe: str, keys: list[str], folder: Path, steps: int, num_kills: in
     """Run, kill, compare, and say what came of it; returns the exit status. Raises ResourceError where the run itself fails."""
     from lockstep.tools.verify_resume.compare import differences  # brings torch
 
-    run_dir, whole, again = folder / "run", folder / "whole", folder / "again"
+    run_dir = folder / "run"
+    whole = folder / "whole"
+    again = folder / "again"
     command = [sys.executable, "-m", *RECIPES[recipe].split(), *keys, *_short(run_dir, steps, recipe)]
     print(f"a run of {steps} steps to its end ...", flush=True)
     start_s, step_s = _run(command, run_dir)
@@ -127,7 +129,8 @@ def _short(run_dir: Path, steps: int, recipe: str) -> list[str]:
 
 def _run(command: list[str], run_dir: Path) -> tuple[float, float]:
     """Run to the end; returns the seconds until the first step was done, and those of a step."""
-    started, at = time.monotonic(), time.time()
+    started = time.monotonic()
+    at = time.time()
     _killed(command, run_dir, None)
     seconds = time.monotonic() - started
     times = [json.loads(line)["time"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -145,7 +148,9 @@ def _moments(steps: int, num_kills: int, start_s: float, step_s: float, rng: ran
 def _killed(command: list[str], run_dir: Path, moment: Moment | None) -> bool:
     """Run it, and kill it at a moment; False where it reached the end before. Raises ResourceError where it failed."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    log_file, metrics, at = run_dir.parent / "log", run_dir / "metrics.jsonl", time.time()
+    log_file = run_dir.parent / "log"
+    metrics = run_dir / "metrics.jsonl"
+    at = time.time()
     with log_file.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:

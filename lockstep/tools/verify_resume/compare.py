@@ -36,7 +36,8 @@ def end_of(run_dir: Path) -> dict[str, Any]:
 
 def differences(expected: Path, found: Path) -> Iterator[str]:
     """What differs between two runs, in the order of `end_of`, each with the first place where it does."""
-    one, other = end_of(expected), end_of(found)
+    one = end_of(expected)
+    other = end_of(found)
     for name in (*one, *(name for name in other if name not in one)):
         if one.get(name) == other.get(name):
             continue
@@ -55,7 +56,8 @@ def differences(expected: Path, found: Path) -> Iterator[str]:
 def _first_tensor(one: Path, other: Path) -> str:
     with safe_open(one, framework="pt") as left, safe_open(other, framework="pt") as right:
         for name in left.keys():  # noqa: SIM118  (it is no dict)
-            a, b = left.get_tensor(name), right.get_tensor(name)
+            a = left.get_tensor(name)
+            b = right.get_tensor(name)
             if not torch.equal(a, b):
                 return f"{name} differs in {int((a != b).sum())} of {a.numel()} numbers, by at most {(a - b).abs().max():.3g}"
     return "the same tensors in other bytes"

@@ -10,11 +10,12 @@ from helpers.report_run import HOSTILE, make_run, write_batch
 
 from lockstep.errors import DataError
 from lockstep.observability.statistics import wilson_interval
-from lockstep.tools.report import kept, main, run_folder, write_report
-from lockstep.tools.report.assemble import SCRIPTS, STYLES, _read
-from lockstep.tools.report.collector import Collector, Limits
-from lockstep.tools.report.kept import td_errors
-from lockstep.tools.report.settings import read_settings
+from lockstep.tools.report import run_files, run_folder
+from lockstep.tools.report.collector import Collector, PageLimits
+from lockstep.tools.report.command import main, write_report
+from lockstep.tools.report.html import SCRIPTS, STYLES, read_part
+from lockstep.tools.report.run_files import SampleBatch, td_errors
+from lockstep.tools.report.run_folder import read_settings
 
 
 def unpacked(blocks, kind):
@@ -68,13 +69,14 @@ def test_td_errors_are_the_definition():
         "value": np.array([0.25, 0.5, 0.75, 0.125], np.float16),
         "mask": np.array([1, 0, 1, 1], np.uint8),
     }
+    batch = SampleBatch(1, False, [{}, {}], np.array([3, 1]), columns)
     # Two rows: three tokens, of which a tool wrote the second, and one.
     expected = [0.5 * 0.75 - 0.25, 0.0, 1 - 0.75, 0.5 - 0.125]
-    assert td_errors(columns, np.array([3, 1]), gamma=0.5).tolist() == expected
+    assert td_errors(batch, gamma=0.5).tolist() == expected
     columns["turn"] = np.array([1, 1, 2, 1], np.float16)
-    assert td_errors(columns, np.array([3, 1]), gamma=0.5, by_turn=True).tolist() == expected
+    assert td_errors(batch, gamma=0.5, by_turn=True).tolist() == expected
     columns["turn"] = np.ones(4, np.float16)
-    assert td_errors(columns, np.array([3, 1]), gamma=0.5, by_turn=True).tolist() == [0.75 - 0.25, *expected[1:]]
+    assert td_errors(batch, gamma=0.5, by_turn=True).tolist() == [0.75 - 0.25, *expected[1:]]
 
 
 def test_validations_have_wilsons_interval_of_their_prompts(run):
@@ -142,7 +144,7 @@ def test_only_what_is_new_is_read_again(run):
 
 
 def test_a_large_run_is_thinned_evenly_and_it_is_said(run):
-    collector = Collector([run], Limits(samples=28, tokens=150, characters=4000))
+    collector = Collector([run], PageLimits(samples=28, tokens=150, characters=4000))
     blocks = collector.collect()
     (rows,) = unpacked(blocks, "rows")
     assert [int((rows["step"] == step).sum()) for step in range(7)] == [2, 4, 4, 4, 4, 4, 6]
@@ -219,7 +221,11 @@ def test_nothing_of_a_response_is_markup_in_the_file(tmp_path):
 
 
 def test_the_page_never_parses_markup_and_needs_no_network():
-    text = "".join(_read(f"{name}.js") for name in SCRIPTS) + "".join(_read(f"{name}.css") for name in STYLES) + _read("page.html")
+    text = (
+        "".join(read_part(f"{name}.js") for name in SCRIPTS)
+        + "".join(read_part(f"{name}.css") for name in STYLES)
+        + read_part("page.html")
+    )
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser", "srcdoc"):
         assert word not in text, word
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}  # a name space, never fetched
@@ -269,7 +275,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_texts_that_hardly_compress_are_cut_until_the_file_is_small_enough(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.tools.report._MAX_BYTES", 20_000)
+    monkeypatch.setattr("lockstep.tools.report.command._MAX_BYTES", 20_000)
     asked = []
 
     class Watched(Collector):
@@ -349,12 +355,12 @@ def test_a_file_that_inflates_is_not_read(run, monkeypatch):
     file = run / "samples/train_2.npz"
     arrays = dict(np.load(file))
     np.savez_compressed(file, **(arrays | {"rows": np.zeros(3_000_000, np.uint8)}))
-    monkeypatch.setattr(kept, "MAX_FILE_BYTES", 2_000_000)
+    monkeypatch.setattr(run_files, "MAX_FILE_BYTES", 2_000_000)
     assert file.stat().st_size < 20_000
     _, warning = write_report([run], run / "report.html").splitlines()
     assert "train_2.npz cannot be read: its arrays are larger" in warning
     # Many files that are each small enough are bounded together.
-    monkeypatch.setattr(kept, "MAX_FILE_BYTES", 10_000_000)
+    monkeypatch.setattr(run_files, "MAX_FILE_BYTES", 10_000_000)
     monkeypatch.setattr(run_folder, "_MAX_BYTES", 1_000_000)
     _, warning, *_ = write_report([run], run / "report.html").splitlines()
     assert "not shown" in warning
@@ -380,7 +386,7 @@ def test_tokens_that_the_policy_did_not_learn_from_have_no_ratio_and_no_probabil
     first = arrays["lengths"][0]
     arrays["mask"][:first] = 0
     np.savez(file, **arrays)
-    batch = kept.read_batch(2, False, [file], 1.0)
+    batch = run_files.read_batch(2, False, [file], 1.0)
     for name in ("log_prob", "log_ratio", "sampler_log_ratio", "kl", "entropy"):
         assert np.isnan(batch.columns[name][:first]).all()
         assert np.isfinite(batch.columns[name][first:]).all()

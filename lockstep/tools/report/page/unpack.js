@@ -1,4 +1,4 @@
-// A block: base64 of gzip of JSON or of packed columns (lockstep/tools/report/blocks.py says how they are packed).
+// A block: base64 of gzip of JSON or of packed columns (lockstep/tools/report/html.py says how they are packed).
 
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
