@@ -45,7 +45,7 @@ from lockstep.agents.parsers import PARSERS
 from lockstep.agents.play import Limits, Player, Task
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.models.source import model_folder
 from lockstep.utils.garbage import frozen_objects

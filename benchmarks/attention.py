@@ -4,8 +4,8 @@
     python -m benchmarks.attention --shapes 0.5b --lengths 16384
 
 32,768 tokens of rows of one length, or 8 responses to a prompt where a length is written P+R; causal, bfloat16. `segments` are the kernels
-of kernels/segments.py, `packed` is torch's flash attention with a pass for the prompts, `alone` is cuDNN's over a row at a time. One
-table, and benchmarks/results/attention_*.json.
+of kernels/segment_attention.py, `packed` is torch's flash attention with a pass for the prompts, `alone` is cuDNN's over a row at a
+time. One table, and benchmarks/results/attention_*.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks.step import RESULTS, _about
 from benchmarks.workload import SHAPES
 from lockstep.kernels import flash, segment_attention
 from lockstep.models.attention import PackedLayout
-from lockstep.models.packed_flash import Kept
 
 TOKENS = 32_768
 LENGTHS = ["120+250", "218+512", "1024", "2048", "4096", "8192", "16384", "32768"]
@@ -80,7 +79,7 @@ def _pairs(length: str) -> float:
 
 def _way(way: str, layout: PackedLayout, leaves: Sequence[Tensor]) -> Callable[[], Tensor] | None:
     if way == "segments":
-        return lambda: segment_attention.attend(*leaves, Kept.of(layout).segments, None)
+        return lambda: segment_attention.attend(*leaves, layout.flash.segments, None)
     runs = flash.cut_runs(layout.lengths.tolist(), layout.device, 0 if way == "alone" else layout.num_tokens)
     if way == "alone" and (layout.shared is not None or layout.own.longest_query < 1024):
         return None

@@ -38,11 +38,10 @@ from benchmarks.workload import LOADS, MIXTURES, SHAPES, Load, model_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.adapted import AdaptedLinear, adapt
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
-from lockstep.models.lora import Lora
+from lockstep.models.lora import AdaptedLinear, Lora, adapt
 from lockstep.models.packing import Budget
 from lockstep.models.source import model_folder
 from lockstep.protocol import DataProto, Ragged

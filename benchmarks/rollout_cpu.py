@@ -35,7 +35,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.errors import ConfigError
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.base import RolloutEngine
 from lockstep.workers.rollout.registry import check_installed, make_rollout

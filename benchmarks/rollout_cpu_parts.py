@@ -25,7 +25,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.generation.cpu import fused, passes
 from lockstep.generation.cpu.kernels import Library, draw
 from lockstep.generation.cpu.paged import StepBatch
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.rollout.request import Request

@@ -50,7 +50,6 @@ MOVED = {
     "data/text_sizes.py": ["data/rl_dataset.py", "data/encoder.py"],
     "data/token_bound.py": ["data/encoder.py"],
     "data/truncate.py": ["data/encoder.py"],
-    "models/masked_attention.py": ["models/attention.py"],
     "observability/dashboards.py": ["observability/trackers.py"],
     "observability/eta.py": ["observability/display.py"],
     "observability/score_summary.py": ["trainer/ppo/validation.py"],

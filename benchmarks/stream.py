@@ -26,7 +26,7 @@ from benchmarks.rollout import RESULTS, _about, _model
 from benchmarks.workload import LOADS, SHAPES
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.workers.rollout.registry import make_rollout
 from lockstep.workers.rollout.request import Completion, Request

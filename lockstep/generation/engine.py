@@ -17,7 +17,7 @@ from lockstep.generation.prefix_cache import PrefixCache
 from lockstep.generation.probe import cache_shape, check_equivalence
 from lockstep.generation.scheduler import Scheduler
 from lockstep.generation.stream import NativeStream
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream

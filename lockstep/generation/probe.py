@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, NumericalError
 from lockstep.generation.cpu.passes import PassBackend, batch_of
 from lockstep.generation.pages import CacheShape
 from lockstep.generation.scheduler import Pass, PassRow, Prompt, Sample
-from lockstep.models.cached_attention import Variant
+from lockstep.models.attention import Variant
 from lockstep.workers.rollout.request import Stopping
 
 _PROMPTS = (7, 3)

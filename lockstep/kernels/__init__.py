@@ -1,5 +1,5 @@
 """Kernels: Triton kernels and flash attention that training and generation share, so that both round alike on a GPU.
 
-Each module is entered by its own name. The modules with Triton kernels (`experts`, `join`, `layers`, `segments`, `tokens`) need Triton
-when they are imported; import them where a GPU is in use.
+Each module is entered by its own name. The modules with Triton kernels need Triton when they are imported: `experts`, `join`, `layers`,
+`segment_attention`, `tokens`. Import them where a GPU is in use.
 """

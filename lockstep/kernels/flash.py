@@ -22,7 +22,7 @@ FLASH_TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 
 
-class Bounds(NamedTuple):
+class SegmentBounds(NamedTuple):
     """Which queries see which keys: those between `queries[i]` and `queries[i + 1]` see the keys between `keys[i]` and `keys[i + 1]`."""
 
     queries: Tensor
@@ -33,30 +33,35 @@ class Bounds(NamedTuple):
     longest_key: int
 
 
-class Run(NamedTuple):
+class SegmentRun(NamedTuple):
     """Neighbouring segments, from token `start` to `stop`, that are computed together."""
 
     start: int
     stop: int
-    bounds: Bounds | None
-    """Where each begins, counted from `start`; None of one that is long enough to be computed alone (long_rows.py)."""
+    bounds: SegmentBounds | None
+    """Where each begins, counted from `start`; None for a segment that is long enough to be computed alone (long_rows.py)."""
 
 
-def cut_runs(lengths: Sequence[int], device: torch.device | str, longest_packed: int) -> list[Run]:
-    """The runs of segments of these lengths that lie end to end; those longer than `longest_packed` are alone."""
-    runs, start = list[Run](), 0
-    for is_long, found in groupby(lengths, lambda length: length > longest_packed):
-        together = list(found)
-        for part in [[length] for length in together] if is_long else [together]:
-            runs.append(Run(start, start + sum(part), None if is_long else own_bounds(part, device)))
-            start = runs[-1].stop
+def cut_runs(lengths: Sequence[int], device: torch.device | str, longest_packed: int) -> list[SegmentRun]:
+    """Return the runs of segments of these lengths that lie end to end; segments longer than `longest_packed` are alone."""
+    runs: list[SegmentRun] = []
+    start = 0
+    for is_long, neighbours in groupby(lengths, lambda length: length > longest_packed):
+        if is_long:
+            for length in neighbours:
+                runs.append(SegmentRun(start, start + length, None))
+                start += length
+        else:
+            packed = list(neighbours)
+            runs.append(SegmentRun(start, start + sum(packed), own_bounds(packed, device)))
+            start += sum(packed)
     return runs
 
 
-def own_bounds(lengths: Sequence[int], device: torch.device | str) -> Bounds:
-    """Of segments that see themselves."""
+def own_bounds(lengths: Sequence[int], device: torch.device | str) -> SegmentBounds:
+    """Return the bounds of segments that see themselves."""
     ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
-    return Bounds(ends, ends, max(lengths), max(lengths))
+    return SegmentBounds(ends, ends, max(lengths), max(lengths))
 
 
 def applies(query: Tensor, value: Tensor) -> bool:
@@ -69,8 +74,8 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own: Sequence[Run],
-    shared: Bounds | None,
+    own: Sequence[SegmentRun],
+    shared: SegmentBounds | None,
     num_shared: int,
     scale: float | None,
     window: int | None = None,
@@ -91,13 +96,13 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: Sequence[Run],
-        shared: Bounds | None,
+        own: Sequence[SegmentRun],
+        shared: SegmentBounds | None,
         p: int,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        def attend_own(run: Run) -> tuple[Tensor, ...]:
+        def attend_own(run: SegmentRun) -> tuple[Tensor, ...]:
             q, k, v = (x[run.start : run.stop] for x in (query, key, value))
             if run.bounds is None:
                 return long_rows.forward(q, k, v, scale)
@@ -118,7 +123,7 @@ class _Attend(torch.autograd.Function):
         own, shared, p, scale, window = ctx.options
         grad = grad.contiguous()
 
-        def differentiate(run: Run) -> tuple[Tensor, ...]:
+        def differentiate(run: SegmentRun) -> tuple[Tensor, ...]:
             g, q, k, v, o = (x[run.start : run.stop] for x in (grad, query, key, value, out))
             own_lse = lse[:, run.start : run.stop].contiguous()
             if run.bounds is None:
@@ -133,7 +138,9 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, *(None,) * 5
 
 
-def _end_to_end(own: Sequence[Run], compute: Callable[[Run], tuple[Tensor, ...]], dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _end_to_end(
+    own: Sequence[SegmentRun], compute: Callable[[SegmentRun], tuple[Tensor, ...]], dims: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """What `compute` gives for each run, each of its tensors end to end along its dimension."""
     found = [compute(run) for run in own]
     if len(found) == 1:
@@ -144,9 +151,9 @@ def _end_to_end(own: Sequence[Run], compute: Callable[[Run], tuple[Tensor, ...]]
 def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Make `out` [N, H, D] and `lse` [H, N] those over both sets of keys, in place; `more`, `more_lse` are of the second set."""
     if out.is_cuda:
-        from lockstep.kernels import join as flash_kernels
+        from lockstep.kernels.join import join
 
-        flash_kernels.join(out, lse, more, more_lse)
+        join(out, lse, more, more_lse)
         return
     joined = torch.logaddexp(lse, more_lse)
     mine, theirs = (torch.exp(x - joined).t()[:, :, None] for x in (lse, more_lse))
@@ -155,7 +162,7 @@ def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: SegmentBounds, causal: bool, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Output [N, H, D] and log-sum-exp of the scores [H, N]."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -179,7 +186,7 @@ def _backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    bounds: Bounds,
+    bounds: SegmentBounds,
     causal: bool,
     scale: float | None,
     window: int | None,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.linear_parts import Parts, added_product, gradients, products
+from lockstep.kernels.linear_parts import LinearParts, added_product, gradients, products
 
 _PROGRAMS = 132 * 8
 """Programs that share the rows of a norm's backward pass: each sums the weight's gradient over its own."""
@@ -100,9 +100,9 @@ class AddProduct(torch.autograd.Function):
         return grads[0], dx, None, *out
 
 
-def _layers(scalings: tuple[float, ...], tensors: Sequence[Tensor | None]) -> list[Parts]:
+def _layers(scalings: tuple[float, ...], tensors: Sequence[Tensor | None]) -> list[LinearParts]:
     """The layers whose tensors lie in a row."""
-    return [Parts(*tensors[4 * i : 4 * i + 4], scaling=scaling) for i, scaling in enumerate(scalings)]  # type: ignore[arg-type, misc]
+    return [LinearParts(*tensors[4 * i : 4 * i + 4], scaling=scaling) for i, scaling in enumerate(scalings)]  # type: ignore[arg-type, misc]
 
 
 class Rotate(torch.autograd.Function):

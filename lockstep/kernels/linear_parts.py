@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class Parts(NamedTuple):
+class LinearParts(NamedTuple):
     """What a linear layer is made of: `weight` [out, in], `bias` [out], and the adapter's `down` (A) [r, in] and `up` (B) [out, r]."""
 
     weight: Tensor
@@ -29,21 +29,21 @@ class Parts(NamedTuple):
         return self[:4]
 
 
-def parts_of(linear: Any) -> Parts | None:
+def parts_of(linear: Any) -> LinearParts | None:
     """The parts of a linear layer, plain or of peft; None where it is something else, or divided among ranks."""
     base = linear if type(linear) is nn.Linear or not hasattr(linear, "lora_A") else linear.get_base_layer()
     if type(base) is not nn.Linear or isinstance(base.weight, DTensor):
         return None
     if base is linear or linear.disable_adapters:
-        return Parts(base.weight, base.bias, None, None)
+        return LinearParts(base.weight, base.bias, None, None)
     usual = linear.active_adapters == ["default"] and not linear.merged and not getattr(linear, "lora_variant", None)
     if not usual or not isinstance(linear.lora_dropout["default"], nn.Identity):
         return None
     down, up = linear.lora_A["default"], linear.lora_B["default"]
-    return Parts(base.weight, base.bias, down.weight, up.weight, linear.scaling["default"]) if up.bias is None else None
+    return LinearParts(base.weight, base.bias, down.weight, up.weight, linear.scaling["default"]) if up.bias is None else None
 
 
-def products(x: Tensor, layers: Sequence[Parts]) -> tuple[Tensor, list[Tensor | None]]:
+def products(x: Tensor, layers: Sequence[LinearParts]) -> tuple[Tensor, list[Tensor | None]]:
     """The layers of x [N, in] side by side, as one product with all weights end to end, and s A x of each, which `gradients` needs. All
     adapters have the same scaling."""
     weight, bias = _joined([layer.weight for layer in layers]), _joined_bias(layers)
@@ -70,7 +70,7 @@ def products(x: Tensor, layers: Sequence[Parts]) -> tuple[Tensor, list[Tensor | 
     return F.linear(wide_x, wide, bias), small
 
 
-def added_product(h: Tensor, x: Tensor, layer: Parts) -> tuple[Tensor, Tensor | None]:
+def added_product(h: Tensor, x: Tensor, layer: LinearParts) -> tuple[Tensor, Tensor | None]:
     """h (float32) + the layer of x, for a layer without a bias; and s A x."""
     out = added(h, x, layer.weight)
     if layer.down is None or layer.up is None:
@@ -80,7 +80,12 @@ def added_product(h: Tensor, x: Tensor, layer: Parts) -> tuple[Tensor, Tensor | 
 
 
 def gradients(
-    grad: Tensor, x: Tensor, small: Sequence[Tensor | None], layers: Sequence[Parts], needs: Sequence[bool], needs_x: bool = True
+    grad: Tensor,
+    x: Tensor,
+    small: Sequence[Tensor | None],
+    layers: Sequence[LinearParts],
+    needs: Sequence[bool],
+    needs_x: bool = True,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(gradient of x; gradients of the `tensors` of each layer in turn, those that `needs` asks for), where `grad` is that of the layers
     side by side and `small` has their s A x."""
@@ -110,7 +115,7 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
-def _joined_bias(layers: Sequence[Parts]) -> Tensor | None:
+def _joined_bias(layers: Sequence[LinearParts]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
     return _joined([layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])

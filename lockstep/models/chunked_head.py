@@ -1,16 +1,37 @@
 """The output layer of a language model, applied to a chunk of tokens at a time: log-probs, entropies, and losses of them.
 
-The logits of M tokens over a vocabulary of V are the largest tensor of a training step by far, and all that is wanted of them is two
+The logits of M tokens over a vocabulary of V are by far the largest tensor of a training step, and all that a step needs of them is two
 numbers per token. Here they exist for a chunk of tokens at a time, and what is kept between forward and backward grows with the tokens
 alone. There are two ways:
 
-- `chunked_log_probs` gives the columns; the logits of a chunk are made again in the backward pass.
-- `ChunkedLoss` calls the loss on each chunk while its logits are there, so that they are made once: a quarter of the work less.
+- `chunked_log_probs` returns the columns; the backward pass makes the logits of each chunk again.
+- `ChunkedLoss` calls the loss on each chunk while its logits are there, so that they are made once: a quarter less work.
 
-Both take hidden states and the layer's weights from a model that hands them out (`HandsOutHidden`): they run inside its forward, where
-whatever shards the model has gathered the output layer's weights, so the engine says what is done with them, chunk by chunk. Where the
-vocabulary is divided among ranks (`VocabularyPart`), each has the logits of its own part and they exchange a number or two per token.
-Legend: M tokens, H hidden size, V vocabulary.
+Both run inside the model's forward, where whatever shards the model has gathered the weights of the output layer. So the engine passes
+the function to the model, and the loss is computed inside the forward:
+
+```text
+hand_out_hidden(model)                       at loading: the class of the model gets HandsOutHidden in front
+
+engine:  loss = module(input_ids, layout, read=partial(ChunkedLoss.apply, loss_pass, chunks, targets), read_at=places)
+           |
+           v   FSDP gathers weights, layer by layer
+         HandsOutHidden.forward
+           |   hidden [M, H] = body(input_ids, layout)[places]
+           v
+         read(hidden, weight [V, H], bias [V], part)  =  ChunkedLoss.forward(...)
+           |   for each chunk of rows:
+           |       logits     [m, V] = hidden weight^T + bias            only here, only for this chunk
+           |       log_probs, entropy [m]                                leaves of a graph of the loss alone
+           |       loss_pass.loss(log_probs, entropy, rows)  ->  loss, d loss / d log_probs, d loss / d entropy  (torch.autograd.grad)
+           |       gradients of logits [m, V]  ->  += gradients of hidden, weight, bias                          (LayerGradients)
+           v
+         loss, a scalar
+engine:  loss.backward()  ->  ChunkedLoss.backward multiplies the kept gradients by that of the loss  ->  the body's own backward
+```
+
+If the vocabulary is divided among ranks (`VocabularyPart`), each rank has the logits of its part and they exchange a number or two per
+token. Legend: M tokens, m tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +42,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 
+from lockstep.models.attention import PackedLayout
+from lockstep.models.mixin import extend_class
 from lockstep.models.packing import PackedRows, TokenRows
-from lockstep.models.vocabulary_part import VocabularyPart
 
 MAX_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 24}
 """Entries of one chunk of logits, at least one token: large enough to fill the device, small beside the model."""
@@ -55,13 +79,13 @@ class TokenOutputs:
 
 LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
 """(outputs, the rows of these tokens with their columns) -> (loss, metrics). The losses of all chunks of all ranks add up to the
-mini-batch's loss; metrics may be pending on the device. One that looks at tokens alone says so with an attribute `by_token`, which is True:
-it may then be called with parts of rows."""
+mini-batch's loss; metrics may be pending on the device. A loss that looks at tokens alone has an attribute `by_token`, which is True: it
+may be called with parts of rows."""
 
 
 @dataclass(frozen=True)
 class LossPass:
-    """What a backward pass over a mini-batch asks of every micro-batch, and what was found so far."""
+    """The loss that a backward pass computes on every micro-batch of a mini-batch, and the results so far."""
 
     loss: LossFn
     temperature: float
@@ -71,7 +95,7 @@ class LossPass:
     scale: float = 1.0
     """Multiplies the gradient, not the losses in `found`."""
     found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
-    """Of each chunk its loss, its metrics and its rows."""
+    """For each chunk its loss, its metrics and its rows."""
 
     @property
     def by_token(self) -> bool:
@@ -79,15 +103,58 @@ class LossPass:
         return bool(getattr(getattr(self.loss, "func", self.loss), "by_token", False))  # `func` of a functools.partial
 
     def of(self, packed: PackedRows) -> LossPass:
-        """This pass; for a placeholder one whose loss is 0 and whose findings are dropped."""
+        """Return this pass; for a placeholder a pass whose loss is 0 and whose results are dropped."""
         return replace(self, loss=_no_loss, found=[]) if packed.is_placeholder else self
 
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
-        """The loss of a whole micro-batch, to be differentiated."""
+        """Return the loss of a whole micro-batch, with its graph, and append it to `found`."""
         names = ("log_probs", "entropys", "values", "top_log_probs", "scores", "divergence", "divergence_sum", "agreement")
         loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
         self.found.append((loss.detach(), metrics, tokens))
         return loss * self.scale
+
+
+def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+    columns = (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores, outputs.divergence_sum)
+    read = [column for column in columns if column is not None]
+    return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
+
+
+# -- inside the model's forward ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """A vocabulary divided among ranks: the rows of an output layer that one rank of `group` has."""
+
+    group: dist.ProcessGroup
+    start: int
+    """The token of the first row."""
+    size: int
+    """How many of the rows are tokens; those after them are padding."""
+    most: int
+    """The most rows that a rank of the group has: all of them cut the tokens into the same chunks."""
+    sums_hidden_grad: bool = False
+    """Whether every rank gets the whole gradient of the hidden states, not only the share of its part."""
+
+    @classmethod
+    def of(cls, weight: DTensor, *, sums_hidden_grad: bool = False) -> VocabularyPart:
+        """Return this rank's part of an output layer that is split by rows over the ranks of a mesh."""
+        mesh = weight.device_mesh
+        _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+        return cls(mesh.get_group(), start, len(weight.to_local()), -(-weight.shape[0] // mesh.size()), sums_hidden_grad)
+
+    def log_normaliser(self, logits: Tensor) -> Tensor:
+        """Return logsumexp [M] over the logits of all ranks."""
+        own = torch.logsumexp(logits, dim=-1)
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.logsumexp(torch.stack(parts), dim=0)
+
+    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of each target [M] on this rank (0 if another rank has it), and whether this rank has it."""
+        here = (targets >= self.start) & (targets < self.start + self.size)
+        return torch.where(here, targets - self.start, 0), here
 
 
 Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
@@ -95,26 +162,54 @@ Read = Callable[[Tensor, Tensor, Tensor | None, VocabularyPart | None], Any]
 
 
 class HandsOutHidden:
-    """Comes before a model's own class; see hidden.py."""
+    """Comes before a model's own class (`hand_out_hidden`)."""
 
     def forward(self, *args: Any, read: Read | None = None, read_at: Tensor | None = None, **inputs: Any) -> Any:
-        """The model's own forward; with `read`, what that returns for the last hidden states at the places `read_at` [M]."""
+        """Return what `read` returns for the last hidden states at the places `read_at` [M]; without `read` the model's own output."""
         if read is None:
             return super().forward(*args, **inputs)  # type: ignore[misc]
-        body = self.base_model  # type: ignore[attr-defined]
-        body = self.model if body is self else body  # type: ignore[attr-defined]  # Llama 4's prefix names no module
+        model: Any = self
+        body = model.base_model
+        if body is self:  # Llama 4's prefix names no module
+            body = model.model
         hidden = body(**inputs).last_hidden_state[0, read_at]
-        layer = self.get_output_embeddings()  # type: ignore[attr-defined]
+        layer = model.get_output_embeddings()
         if not isinstance(layer.weight, DTensor):
             return read(hidden, layer.weight, layer.bias, None)
         bias = None if layer.bias is None else layer.bias.to_local()
         return read(hidden, layer.weight.to_local(), bias, VocabularyPart.of(layer.weight, sums_hidden_grad=True))
 
 
-def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-    columns = (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores, outputs.divergence_sum)
-    read = [column for column in columns if column is not None]
-    return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
+def hand_out_hidden(model: PreTrainedModel) -> bool:
+    """Let the model's forward take `read` and `read_at`, in place. Return False if its output layer is not a plain linear layer."""
+    if type(model.get_output_embeddings()) is not nn.Linear:
+        return False
+    extend_class(model, HandsOutHidden)
+    return True
+
+
+@torch.no_grad()
+def logits_are_the_layers(model: nn.Module, layer: nn.Module, device: torch.device) -> bool:
+    """Whether `layer`, the output layer, makes the model's logits from the hidden states that the model hands out.
+
+    Some families scale or cap one or the other. Runs two forward passes of two tokens; every rank of a sharded model has to call it.
+    """
+    calls: list[tuple[Tensor, Tensor]] = []
+    handle = layer.register_forward_hook(lambda module, args, output: calls.append((args[0], output)))
+    ids = torch.arange(2, device=device)[None]
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "layout": PackedLayout(torch.tensor([2]), device)}
+    try:
+        logits = model(**inputs, logits_to_keep=ids[0, 1:]).logits
+        hidden = model(**inputs, read=lambda hidden, *weights: hidden, read_at=ids[0, 1:])
+    finally:
+        handle.remove()
+    if len(calls) != 1 or logits.shape[1] != 1:
+        return False
+    layer_input, layer_output = calls[0]
+    return torch.equal(layer_output.to(logits.dtype), logits) and torch.equal(layer_input[0], hidden)
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------------
 
 
 def chunked_log_probs(
@@ -138,6 +233,11 @@ def chunked_log_probs(
     """
     chunk = max(1, (max_logits or most_logits(hidden.device)) // (weight.shape[0] if part is None else part.most))
     return _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy_grad, chunk, part)
+
+
+def stacked_log_probs(targets: Tensor, temperature: float, entropy_grad: bool, *layer: Any) -> Tensor:
+    """The columns of `chunked_log_probs` side by side, [M, 3]."""
+    return torch.stack(chunked_log_probs(targets, temperature, entropy_grad, *layer), dim=-1)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -166,7 +266,10 @@ class _LogProbs(torch.autograd.Function):
             log_probs[rows], log_normaliser[rows], entropy[rows], top[rows] = found
         _join(part, log_probs, entropy, top)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.temperature, ctx.entropy_grad, ctx.chunk, ctx.part = temperature, entropy_grad, chunk, part
+        ctx.temperature = temperature
+        ctx.entropy_grad = entropy_grad
+        ctx.chunk = chunk
+        ctx.part = part
         ctx.mark_non_differentiable(top, *(() if entropy_grad else (entropy,)))
         return log_probs, entropy, top
 
@@ -181,6 +284,26 @@ class _LogProbs(torch.autograd.Function):
             known = targets[rows], log_normaliser[rows], entropy[rows], log_prob_grad[rows].contiguous(), more
             gradients.add(rows, _logit_gradient(logits, *known, ctx.temperature, hidden.dtype, ctx.part))
         return *gradients.rounded(ctx.part), *(None,) * 5
+
+
+def logits_log_probs(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob [M] of `targets` [M], entropy [M] and log-prob of the most likely token [M] under softmax(logits [M, V] / temperature).
+
+    For models whose logits are not the plain product of their output layer (`logits_are_the_layers`). The entropy carries a gradient only
+    when `entropy_grad` asks for it.
+    """
+    logits = logits.float() / temperature
+    log_normaliser = torch.logsumexp(logits, dim=-1)
+    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        probs = torch.exp(logits - log_normaliser[:, None])
+        # 0 * -inf at a forbidden token would be NaN, in the value and in the gradient; such a token adds nothing to the entropy.
+        finite = logits.masked_fill(logits == -torch.inf, 0.0)
+        entropy = log_normaliser - (probs * finite).sum(-1)
+    return log_probs, entropy, logits.detach().amax(-1) - log_normaliser.detach()
+
+
+# -- the loss, chunk by chunk ------------------------------------------------------------------------------------------------
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -201,7 +324,8 @@ class ChunkedLoss(torch.autograd.Function):
         part: VocabularyPart | None,
     ) -> Tensor:
         gradients = LayerGradients(hidden, weight, bias, ctx.needs_input_grad[3:])
-        total, start = torch.zeros((), dtype=sum_dtype(hidden.dtype), device=hidden.device), 0
+        total = torch.zeros((), dtype=sum_dtype(hidden.dtype), device=hidden.device)
+        start = 0
         for chunk in chunks:
             tokens = slice(start, start + chunk.rows.num_tokens)
             start = tokens.stop

@@ -28,8 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.models.chunked_head import LayerGradients, layer_logits, slices, sum_dtype
-from lockstep.models.vocabulary_part import VocabularyPart
+from lockstep.models.chunked_head import LayerGradients, VocabularyPart, layer_logits, slices, sum_dtype
 
 MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}
 """Entries of one chunk of logits, at least one token's: there are several such tensors here."""

@@ -20,10 +20,9 @@ from transformers import (
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models import cached_attention  # noqa: F401  (its name can be chosen below)
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.hf_config import packed_limit, read_model_config
-from lockstep.models.outputs import ReadsScores, read_scores
+from lockstep.models.scores import ReadsScores, read_scores
 from lockstep.models.source import model_folder
 from lockstep.models.weight_files import WeightFiles, WeightSource, check_finite
 from lockstep.utils.quiet import quiet_transformers
@@ -261,7 +260,8 @@ def refuse_long_rows(model: PreTrainedModel) -> None:
     for module in model.modules():
         # Llama 4 scales queries by their place in the pass, not in the row. In rows within the limit every scale is 1.
         if hasattr(module, "attn_temperature_tuning"):
-            module.attn_temperature_tuning = False
+            scaled: Any = module
+            scaled.attn_temperature_tuning = False
 
     def check(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         layout = inputs.get("layout")

@@ -2,8 +2,8 @@
 
 An adapted layer computes W x + s B (A x) with s = lora_alpha / lora_rank. A [r, in] is drawn uniformly from +-1/sqrt(in), B [out, r]
 starts at 0, so that training starts from the model; or both come from a folder that peft wrote (model.lora_adapter_path). Outside the
-engine and its decoder (adapted.py) nobody knows: exported weights are W + s B A under their Hugging Face names. A value or score head is
-trained whole.
+engine and its decoder (`AdaptedLinear`) nothing knows of adapters: exported weights are W + s B A under their Hugging Face names. A value
+or score head is trained whole.
 """
 
 import importlib.util
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.adapter import ADAPTER_WEIGHTS, read_adapter
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError, MissingExtra
-from lockstep.models.adapted import adapt
 from lockstep.models.load import Head
 from lockstep.models.routers import FAMILIES
 from lockstep.models.weight_files import WeightFiles, WeightSource
@@ -124,8 +124,8 @@ class Lora:
                 parameter.data = parameter.data.to(dtype)
 
     def adapt(self, decoder: nn.Module) -> None:
-        """Give a plain tree of modules over the same model the adapters too; `adapted.unmerged` names its weights."""
-        adapt(decoder, self._layers)
+        """Give a plain tree of modules over the same model the adapters too; `unmerged` names its weights."""
+        add_adapters(decoder, self._layers)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -216,3 +216,55 @@ def is_adapter(name: str) -> bool:
 def adapter_name(name: str) -> str:
     """The name of a trained weight in peft's file."""
     return _PREFIX + name.replace(".default.", ".")
+
+
+# -- a decoder beside the trained model --------------------------------------------------------------------------------------
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with its adapter beside it, for a decoder that samples from the weights that train: W x + s B (A x).
+
+    Merged into half-precision weights, an adapter would be rounded to their few bits, and the sampler would differ from the trainer by far
+    more than by the rounding of activations. (cpu/linears.py, whose copy is float32, merges; gpu/low_rank.py computes both in one product.)
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, linear: nn.Linear, rank: int, scaling: float) -> None:
+        """Share weight and bias of `linear`, with room for A [rank, in] and B [out, rank]; `scaling` is s."""
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.scaling = scaling
+        self.weight = linear.weight
+        self.bias = linear.bias
+        for name, shape in (("lora_A", (rank, self.in_features)), ("lora_B", (self.out_features, rank))):
+            empty = torch.empty(shape, dtype=linear.weight.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + s B (A x), rounded where peft's layer rounds. (kernels/linear_parts.py rounds less, for layers of our kernels.)"""
+        return F.linear(x, self.weight, self.bias) + self.delta(x)
+
+    def delta(self, x: Tensor) -> Tensor:
+        """Return s B (A x)."""
+        return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
+
+
+def add_adapters(model: nn.Module, layers: dict[str, Any]) -> None:
+    """Put an AdaptedLinear in the place of every linear layer of `model` that is among `layers` (of peft, by name)."""
+    for name, layer in layers.items():
+        parent, _, attribute = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        adapted = AdaptedLinear(linear, layer.r["default"], layer.scaling["default"])
+        setattr(model.get_submodule(parent), attribute, adapted)
+
+
+def unmerged(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name in a model after `add_adapters`, tensor) from peft's names."""
+    for name, tensor in tensors:
+        for half in ("lora_A", "lora_B"):
+            name = name.replace(f".{half}.default.weight", f".{half}")
+        yield name.replace(".base_layer.", "."), tensor

@@ -7,7 +7,7 @@ full       only what enters each layer is kept: least memory, about a third more
 ```
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.errors import ConfigError
 from lockstep.models.flops import mlp_width
+from lockstep.models.mixin import extend_class
 from lockstep.utils.memory import free_device_memory
 
 KINDS = ("none", "selective", "full")
@@ -78,7 +79,7 @@ def apply_recompute(model: PreTrainedModel, kind: str) -> None:
         if not model.supports_gradient_checkpointing or not layers:
             raise ConfigError(f"{type(model).__name__} has no gradient checkpointing; {remedy}")
         for layer in layers:
-            layer.__class__ = _recomputed_class(type(layer))
+            extend_class(layer, _RecomputedLayer)
     elif kind == "selective":
         mlps = _mlps(model)
         if not mlps:
@@ -106,12 +107,6 @@ class _RecomputedLayer:
         if not torch.is_grad_enabled():
             return call(*args)
         return checkpoint(call, *args, use_reentrant=False)
-
-
-@cache
-def _recomputed_class(own: type[nn.Module]) -> type[nn.Module]:
-    """One class for all layers of a kind: torch.compile compiles each class anew."""
-    return type(own.__name__, (_RecomputedLayer, own), {"__module__": own.__module__})
 
 
 def _recompute(module: nn.Module) -> None:

@@ -29,8 +29,8 @@ from lockstep.models.fast_layers import has_fast_layers
 from lockstep.models.flops import head_size, mlp_width
 from lockstep.models.load import Head
 from lockstep.models.lora import Lora
-from lockstep.models.outputs import ScoreLayer
 from lockstep.models.recompute import activation_bytes, possible_kinds
+from lockstep.models.scores import ScoreLayer
 from lockstep.planner.built import build
 from lockstep.planner.memory import Keys, Model, Rollout
 from lockstep.planner.shape import cache_bytes

@@ -15,9 +15,9 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.distill import DistillationConfig
 from lockstep.errors import ConfigError
+from lockstep.models.chunked_head import VocabularyPart
 from lockstep.models.chunked_kl import DIVERGENCE_COLUMNS, Divergence, Layer, chunked_divergence
 from lockstep.models.packing import PackedRows
-from lockstep.models.vocabulary_part import VocabularyPart
 from lockstep.observability.metrics import Metric
 from lockstep.planner import Load, Model, Rollout
 from lockstep.protocol import DataProto

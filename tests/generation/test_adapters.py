@@ -13,8 +13,8 @@ from helpers.rollouts import PAD, sampling
 from helpers.tiny import save_tiny_model
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.models.adapted import AdaptedLinear
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
+from lockstep.models.lora import AdaptedLinear
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TrainEngine

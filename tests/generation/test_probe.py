@@ -12,7 +12,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, NumericalError
 from lockstep.generation.cpu.paged import PagedAttention
 from lockstep.generation.probe import cache_shape
-from lockstep.models.cached_attention import CACHED, Variant
+from lockstep.models.attention import CACHED, Variant
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.registry import get_rollout, make_rollout
 

@@ -29,9 +29,9 @@ from lockstep.generation.engine import NativeRollout
 from lockstep.generation.open_scheduler import OpenScheduler
 from lockstep.generation.open_stream import OpenStream
 from lockstep.generation.probe import cache_shape
-from lockstep.models.adapted import AdaptedLinear
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
+from lockstep.models.lora import AdaptedLinear
 from lockstep.workers.rollout.request import Completion, Job, Request, Tokens, TopLogProbs
 from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
 from lockstep.workers.rollout.stream import Stream

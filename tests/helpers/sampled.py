@@ -10,7 +10,7 @@ import torch
 from helpers.rollouts import PAD, sampling
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.kernels import flash, long_rows
-from lockstep.kernels.flash import Bounds
+from lockstep.kernels.flash import SegmentBounds
 from lockstep.models.attention import PackedLayout
 
 
-def parts(bounds: Bounds) -> list[tuple[slice, slice]]:
+def parts(bounds: SegmentBounds) -> list[tuple[slice, slice]]:
     q, k = bounds.queries.tolist(), bounds.keys.tolist()
     assert bounds.longest_query == max(b - a for a, b in pairwise(q))
     assert bounds.longest_key == max(b - a for a, b in pairwise(k))
@@ -73,7 +73,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale
     return torch.cat(outputs)
 
 
-def one(query: Tensor) -> Bounds:
+def one(query: Tensor) -> SegmentBounds:
     return flash.own_bounds([len(query)], "cpu")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.kernels.linear_parts import Parts, added_product, gradients, parts_of, products
+from lockstep.kernels.linear_parts import LinearParts, added_product, gradients, parts_of, products
 
 peft = pytest.importorskip("peft")
 
@@ -70,7 +70,7 @@ def test_layers_of_one_input_share_its_adapters_room() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 64).bfloat16()
     layers = [
-        Parts(torch.randn(8, 64).bfloat16(), bias, down, up, 1.5)
+        LinearParts(torch.randn(8, 64).bfloat16(), bias, down, up, 1.5)
         for bias, down, up in (
             (torch.randn(8).bfloat16(), torch.randn(4, 64).bfloat16(), torch.randn(8, 4).bfloat16() / 64),
             (None, None, None),

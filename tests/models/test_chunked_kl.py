@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.models.chunked_head import VocabularyPart
 from lockstep.models.chunked_kl import Divergence, chunked_divergence
-from lockstep.models.vocabulary_part import VocabularyPart
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 

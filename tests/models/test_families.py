@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.models.attention import PackedLayout
+from lockstep.models.chunked_head import hand_out_hidden
 from lockstep.models.flops import model_cost
-from lockstep.models.hidden import hand_out_hidden
 from lockstep.models.load import Head, load_model
 from lockstep.models.recompute import apply_recompute
 

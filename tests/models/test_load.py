@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.attention import PackedLayout
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED, PackedLayout
 from lockstep.models.fit import check_fit
 from lockstep.models.load import Head, load_model, load_on_meta, share_structure
 from lockstep.models.weight_files import WeightFiles

@@ -23,7 +23,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, ModelConfig
 from lockstep.errors import DataError
 from lockstep.generation.probe import cache_shape
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.planner.choices import choose_rollout
 from lockstep.planner.count import LEAST_SEQUENCES, Load, count_model, count_rollout

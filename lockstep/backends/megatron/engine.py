@@ -24,9 +24,9 @@ from lockstep.backends.megatron.spec import transformer_config
 from lockstep.backends.megatron.weights import MegatronWeights
 from lockstep.config.engine import MegatronConfig, OptimConfig
 from lockstep.models.chunked_head import Read as ReadHidden
+from lockstep.models.chunked_head import stacked_log_probs
 from lockstep.models.flops import head_size
 from lockstep.models.load import Head
-from lockstep.models.outputs import stacked_log_probs
 from lockstep.models.packing import Budget, PackedRows
 from lockstep.models.weight_files import WeightFiles
 from lockstep.observability.metrics import Metric

@@ -19,10 +19,9 @@ from lockstep.backends.megatron.library import (
     gather_from_sequence_parallel_region,
 )
 from lockstep.backends.megatron.spec import PackedRowsParams, block_spec
-from lockstep.models.chunked_head import Read
+from lockstep.models.chunked_head import Read, VocabularyPart
 from lockstep.models.load import Head
 from lockstep.models.packing import PackedRows
-from lockstep.models.vocabulary_part import VocabularyPart
 
 
 class Stage(MegatronModule):

@@ -17,9 +17,8 @@ from lockstep.backends.torchtitan.names import hf_name
 from lockstep.backends.torchtitan.parallel import build, compile_layers, make_layout, whole_tensors
 from lockstep.backends.torchtitan.pipeline import Inputs, Pipeline
 from lockstep.config.engine import TorchtitanConfig
-from lockstep.models.chunked_head import Read
+from lockstep.models.chunked_head import Read, stacked_log_probs
 from lockstep.models.load import Head
-from lockstep.models.outputs import stacked_log_probs
 from lockstep.models.packing import Budget, PackedRows
 from lockstep.models.weight_files import WeightFiles
 from lockstep.observability.metrics import Metric

@@ -22,8 +22,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
-from lockstep.models.chunked_head import Read
-from lockstep.models.vocabulary_part import VocabularyPart
+from lockstep.models.chunked_head import Read, VocabularyPart
 from lockstep.workers.engine.sharded import local_part
 
 

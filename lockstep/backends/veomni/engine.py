@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 from lockstep.backends.veomni.build import build_model, lay_out, shard_model
 from lockstep.config.engine import FSDPConfig, VeOmniConfig
 from lockstep.models.load import Head, check_packing
-from lockstep.models.outputs import read_scores
 from lockstep.models.recompute import apply_recompute
+from lockstep.models.scores import read_scores
 from lockstep.models.weight_files import WeightSource
 from lockstep.workers.engine.checkpoint import ModelFolder
 from lockstep.workers.engine.fsdp import sharded_model, sharding

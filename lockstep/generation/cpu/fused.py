@@ -26,7 +26,7 @@ from lockstep.generation.cpu.whole import Layer, WholePass, float_weight, linear
 from lockstep.generation.family import is_fusable
 from lockstep.generation.pages import CacheShape, KVCache
 from lockstep.generation.scheduler import Sample
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 
 def fused_library(module: PreTrainedModel) -> Library | None:

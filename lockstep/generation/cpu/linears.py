@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.generation.cpu.kernels import Library
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 STORE, ADD, GATED = range(3)
 WHOLE, WIDENED, PAIRS = range(3)

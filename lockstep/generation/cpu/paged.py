@@ -14,8 +14,7 @@ from torch import Tensor
 from lockstep.generation.cpu.compiled import library
 from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, check_type
 from lockstep.generation.pages import KVCache
-from lockstep.models.attention import causal_attention
-from lockstep.models.cached_attention import Variant
+from lockstep.models.attention import Variant, causal_attention
 
 if TYPE_CHECKING:
     from lockstep.generation.scheduler import Sample

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 _SMALLEST = 128 * 128
 """Weights with fewer numbers are left alone: the call costs more than it saves."""

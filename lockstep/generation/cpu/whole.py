@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lockstep.generation.cpu.kernels import Library, Pages, single_blocks
 from lockstep.generation.cpu.linears import ADD, GATED, STORE, PackedLinear
 from lockstep.generation.cpu.paged import StepBatch
-from lockstep.models.cached_attention import Variant, sliding_window
+from lockstep.models.attention import Variant, sliding_window
 
 
 def linears_of(layer: Any) -> list[Any]:

@@ -30,9 +30,9 @@ from lockstep.generation.gpu.store_heads import rotate_and_store
 from lockstep.generation.pages import KVCache
 from lockstep.kernels.experts import experts_product, pairs_of
 from lockstep.kernels.linear_parts import added
-from lockstep.models.adapted import AdaptedLinear
-from lockstep.models.cached_attention import Variant, sliding_window
+from lockstep.models.attention import Variant, sliding_window
 from lockstep.models.fast_layers import is_mixture
+from lockstep.models.lora import AdaptedLinear
 from lockstep.models.routers import routers
 
 Attend = Callable[[int, Any, Tensor, Tensor | None], Tensor]

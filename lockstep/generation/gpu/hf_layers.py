@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.generation.gpu.attention import SharedPrefixes, paged_attention, store_kv
 from lockstep.generation.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.generation.pages import KVCache
-from lockstep.models.cached_attention import Variant
+from lockstep.models.attention import Variant
 
 GPU_PAGED = "lockstep_gpu_paged"
 

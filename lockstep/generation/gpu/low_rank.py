@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.linear_parts import aligned
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 _LAYOUT = "laid_out"
 """The attribute of the first layer that has what `lay_out` made."""

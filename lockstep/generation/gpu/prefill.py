@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lockstep.generation.gpu.float8 import pages_at
 from lockstep.kernels.flash import FLASH_TYPES
-from lockstep.models.attention import causal_attention
-from lockstep.models.cached_attention import Variant
+from lockstep.models.attention import Variant, causal_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn

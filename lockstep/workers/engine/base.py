@@ -19,10 +19,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.errors import NumericalError
-from lockstep.models.chunked_head import ChunkedLoss, LossFn, LossPass, Read, TokenOutputs, chunked_log_probs, most_logits
+from lockstep.models.chunked_head import (
+    ChunkedLoss,
+    LossFn,
+    LossPass,
+    Read,
+    TokenOutputs,
+    chunked_log_probs,
+    logits_log_probs,
+    most_logits,
+)
 from lockstep.models.flops import ModelCost, model_cost
 from lockstep.models.load import Head
-from lockstep.models.outputs import logits_log_probs
 from lockstep.models.packing import (
     Budget,
     PackedRows,
@@ -69,7 +77,7 @@ class TrainEngine(SavedEngine):
     decoder: PreTrainedModel | None = None
     """A plain module of the same model for generation, where one was asked for; SharedWeights fills in its parameters."""
     tokens_at_once: int | None = None
-    """Tokens whose logits exist at a time, where the model hands out its hidden states (models/hidden.py); None where it makes logits."""
+    """Tokens whose logits exist at a time, if the model hands out its hidden states (models/chunked_head.py); None if it makes logits."""
     hands_out_hidden: bool = True
     """Whether `read_hidden` can be called. It cannot where the model does something to the logits after the output layer."""
     cost: ModelCost

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lockstep.config import PPOConfig
 from lockstep.errors import ConfigError
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.models.weight_files import WeightFiles

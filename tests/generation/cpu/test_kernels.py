@@ -4,8 +4,7 @@ import torch
 from benchmarks.one_by_one import rms_norm, rotate
 from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
 from lockstep.generation.cpu.paged import attend, store
-from lockstep.models.cached_attention import Variant
-from lockstep.models.masked_attention import masked_attention
+from lockstep.models.attention import Variant, masked_attention
 from lockstep.workers.rollout import sampling
 from lockstep.workers.rollout.sampling import sample
 

@@ -14,7 +14,7 @@ from benchmarks.one_by_one import multiply
 from lockstep.generation.cpu.kernels import Library
 from lockstep.generation.cpu.linears import WHOLE, WIDENED, PackedLinear, PackedMemory
 from lockstep.generation.cpu.prepacked import prepacked
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 MIB = 1 << 20
 

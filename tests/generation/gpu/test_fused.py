@@ -17,9 +17,9 @@ from lockstep.generation.gpu.attention import decode_slots
 from lockstep.generation.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.generation.pages import KVCache
 from lockstep.generation.probe import cache_shape
-from lockstep.models.adapted import AdaptedLinear, adapt
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
+from lockstep.models.lora import AdaptedLinear, adapt
 from lockstep.models.routers import NOT_RECORDED
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]

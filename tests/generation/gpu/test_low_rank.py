@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.generation.gpu.low_rank import joint, lay_out, room_for
-from lockstep.models.adapted import AdaptedLinear
+from lockstep.models.lora import AdaptedLinear
 
 
 def make_layers(ranks: list[int]) -> list[nn.Linear]:

@@ -22,7 +22,7 @@ from lockstep.generation.gpu.float8 import pages_at
 from lockstep.generation.gpu.fused import FusedDecoder, fuse_projections
 from lockstep.generation.gpu.prefill import PromptRows, packed_prompt_attention
 from lockstep.generation.pages import CacheShape
-from lockstep.models.cached_attention import Variant
+from lockstep.models.attention import Variant
 
 READ = {"fp8": pages_at}
 

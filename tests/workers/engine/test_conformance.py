@@ -29,7 +29,7 @@ from torch import Tensor
 from lockstep.algorithms.rows import Rows
 from lockstep.models import chunked_head
 from lockstep.models.chunked_head import LossPass
-from lockstep.models.compile import compile_layers
+from lockstep.models.fast_layers import compile_layers
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget, TokenRows
 from lockstep.models.weight_files import WeightFiles

@@ -9,7 +9,7 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
-from lockstep.models.adapted import unmerged
-from lockstep.models.hidden import hand_out_hidden, logits_are_the_layers
+from lockstep.models.chunked_head import hand_out_hidden, logits_are_the_layers
 from lockstep.models.load import Head
-from lockstep.models.lora import AdaptedSource, Lora, base_name, is_adapter
+from lockstep.models.lora import AdaptedSource, Lora, base_name, is_adapter, unmerged
 from lockstep.models.packing import PackedRows
 from lockstep.models.weight_files import WeightSource
 from lockstep.workers.engine.base import OptimResult, logits_at_once

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lockstep.config.engine import EngineChoice
-from lockstep.models.compile import compile_layers
-from lockstep.models.fast_layers import install_fast_layers
+from lockstep.models.fast_layers import compile_layers, install_fast_layers
 from lockstep.models.fit import check_fit
 from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.engine import FSDPConfig
 from lockstep.models.fast_layers import takes_float_residual
-from lockstep.models.outputs import ScoreLayer
+from lockstep.models.scores import ScoreLayer
 from lockstep.models.weight_files import WeightSource
 from lockstep.workers.engine.fsdp.sharded_model import all_names, hf_name, own_logits, reshard, saved_buffers, whole_units
 from lockstep.workers.engine.fsdp.tensor_parallel import split_layers

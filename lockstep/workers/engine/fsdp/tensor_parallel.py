@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from lockstep.models.mixin import replace_class
 from lockstep.workers.engine.fsdp.check import is_of_experts
 
 _HEADS_DIM = 2
@@ -54,7 +55,7 @@ class _SplitRows(ParallelStyle):
     """Split the parameters of a linear layer by rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__class__ = _SplitLinear
+        replace_class(module, _SplitLinear)
         _split_parameters(module, device_mesh)
         return module
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from lockstep.models.fast_layers import takes_float_residual
-from lockstep.models.outputs import ScoreLayer
+from lockstep.models.mixin import extend_class
+from lockstep.models.scores import ScoreLayer
 
 
 class _Copied(NamedTuple):
@@ -72,8 +73,7 @@ def keep_whole(model: PreTrainedModel, dtype: torch.dtype, layers: set[type[nn.M
     for part in model.modules():
         if type(part) in layers and not takes_float_residual(part):
             part.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    own_class = type(model)
-    model.__class__ = type(own_class.__name__, (WholeModel, own_class), {"__module__": own_class.__module__})
+    extend_class(model, WholeModel)
     whole: Any = model
     whole._copied = [_Copied(own, _empty_copy(own, dtype), found) for own, found in places.items()]
     whole._computes = False

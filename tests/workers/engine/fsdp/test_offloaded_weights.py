@@ -12,7 +12,7 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor, nn
 
-from lockstep.models.cached_attention import CACHED
+from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.fsdp import sharding

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models.fast_layers import takes_float_residual
 from lockstep.models.load import Head
-from lockstep.models.outputs import ScoreLayer
+from lockstep.models.scores import ScoreLayer
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.whole_model import WholeModel

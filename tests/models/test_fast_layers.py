@@ -5,8 +5,8 @@ import torch
 from helpers.tiny import tiny_model
 from torch import Tensor
 
-from lockstep.models import compile as module
 from lockstep.models.attention import PACKED, PackedLayout
+from lockstep.models.fast_layers import compile_layers
 
 
 def run(model: Any, lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
@@ -31,7 +31,7 @@ def test_compiled_layers_give_the_same_numbers_and_share_their_code() -> None:
     plain, compiled = (tiny_model("llama", num_hidden_layers=4).train() for _ in range(2))
     for model in (plain, compiled):
         model.set_attn_implementation(PACKED)
-    module.compile_layers(compiled, backend=count)
+    compile_layers(compiled, backend=count)
     for lengths in ([5, 4], [7, 2, 8], [3, 21, 5]):
         mine, want = run(compiled, lengths), run(plain, lengths)
         torch.testing.assert_close(mine[0], want[0], atol=1e-5, rtol=1e-5)

@@ -6,9 +6,8 @@ from helpers.tiny import tiny_model
 from torch import nn
 
 from lockstep.config.engine import ModelConfig
-from lockstep.models.adapted import AdaptedLinear, unmerged
 from lockstep.models.load import Head, share_structure
-from lockstep.models.lora import Lora
+from lockstep.models.lora import AdaptedLinear, Lora, unmerged
 
 pytest.importorskip("peft")
 
