@@ -60,7 +60,9 @@ class MissingExtra(LockstepError, ImportError):
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(feature, package, extra)
-        self.feature, self.package, self.extra = feature, package, extra
+        self.feature = feature
+        self.package = package
+        self.extra = extra
 
     def __str__(self) -> str:
         return f"{self.feature} needs the package '{self.package}', which is not installed: pip install 'lockstep-rl[{self.extra}]'"
@@ -95,7 +97,8 @@ class Stopped(BaseException):
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(signum, message)
-        self.signum, self.message = int(signum), message
+        self.signum = int(signum)
+        self.message = message
 
     def __str__(self) -> str:
         return self.message
@@ -115,7 +118,8 @@ class WorkerError(LockstepError, RuntimeError):
 
     def __init__(self, worker: str, detail: str) -> None:
         super().__init__(worker, detail)
-        self.worker, self.detail = worker, detail
+        self.worker = worker
+        self.detail = detail
 
     def __str__(self) -> str:
         return f"worker {self.worker} failed:\n{self.detail}"

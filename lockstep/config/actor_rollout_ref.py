@@ -374,7 +374,8 @@ class ActorRolloutRefConfig:
 
     def _check_replay(self) -> None:
         """Raise ConfigError where the actor cannot use what the sampler's routers chose."""
-        actor, asked = self.actor, "actor_rollout_ref.rollout.router_replay=true"
+        actor = self.actor
+        asked = "actor_rollout_ref.rollout.router_replay=true"
         if actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(f"{asked} needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not {actor.strategy}")
         size = actor.fsdp_config.ulysses_sequence_parallel_size

@@ -101,7 +101,8 @@ class AlgorithmConfig:
         in_range(self, "algorithm", 0.0, 1.0, "gamma", "lam")
         one_of("algorithm.discount_unit", self.discount_unit, ("token", "turn"))
         self.adv_estimator = absolute_reference(self.adv_estimator)
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        keys = self.gdpo_reward_keys
+        weights = self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys or ()):
             raise ConfigError(
                 f"algorithm.gdpo_reward_weights={weights} needs one weight for each of algorithm.gdpo_reward_keys={keys}"

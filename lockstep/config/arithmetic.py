@@ -6,8 +6,10 @@ from lockstep.config.ppo import PPOConfig
 
 def describe(config: PPOConfig, num_prompts: int, total_steps: int, device: str) -> str:
     """Lines that say what one step does, in numbers."""
-    n, batch = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    n = config.actor_rollout_ref.rollout.n
+    batch = config.data.train_batch_size
+    actor = config.actor_rollout_ref.actor
+    trainer = config.trainer
     processes = trainer.n_gpus_per_node * trainer.nnodes
     per_epoch = num_prompts // batch
     lines = [

@@ -79,7 +79,8 @@ class DistillConfig(SFTConfig):
         return replace(super().policy(sampling), ref=ref)
 
     def _check_engine(self) -> None:
-        strategy, section = self.engine.strategy, self.engine.engine
+        strategy = self.engine.strategy
+        section = self.engine.engine
         where = strategy if hasattr(self.engine, strategy) else "fsdp_config"
         for key in _DIVIDED:
             if getattr(section, key, 1) > 1:

@@ -25,8 +25,12 @@ STAGE_SIZES = (
 ORIGIN = "a first run on a CPU"
 """What its values are called in `lockstep explain`."""
 
-_RESPONSES, _TOKENS, _STEPS = 32, 128, 6
-_ROWS, _ROW_TOKENS, _UPDATES = 8, 512, 10
+_RESPONSES = 32
+_TOKENS = 128
+_STEPS = 6
+_ROWS = 8
+_ROW_TOKENS = 512
+_UPDATES = 10
 
 
 def is_first_run(named: set[str], command: str = "lockstep ppo") -> bool:

@@ -20,9 +20,13 @@ GROUP_ESTIMATORS = (
 GROUP_SIZE = 8
 """Samples per prompt for these, as in their presets."""
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_BATCH, _PROMPT, _RESPONSE = "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"
-_LENGTH, _ANSWER = "data.max_length", "distill.max_response_length"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_BATCH = "data.train_batch_size"
+_PROMPT = "data.max_prompt_length"
+_RESPONSE = "data.max_response_length"
+_LENGTH = "data.max_length"
+_ANSWER = "distill.max_response_length"
 _SHORTEST = {_PROMPT: 1, _RESPONSE: 1, _LENGTH: 2, _ANSWER: 1}
 
 
@@ -30,7 +34,8 @@ class _Sizes:
     """The values of a configuration, which ones the user set, and the changes to the others."""
 
     def __init__(self, composed: DictConfig, given: set[str]) -> None:
-        self._composed, self.given = composed, given
+        self._composed = composed
+        self.given = given
         self.changes: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
@@ -97,7 +102,8 @@ def _follow_kl_horizon(sizes: _Sizes) -> int | None:
     horizon = sizes.set_size("algorithm.kl_ctrl.horizon")
     if horizon is None or sizes["algorithm.kl_ctrl.type"] != "adaptive" or not sizes["algorithm.use_kl_in_reward"]:
         return None
-    most_rows, key = 5 * horizon - 1, f"{_ROLLOUT}.n"
+    most_rows = 5 * horizon - 1
+    key = f"{_ROLLOUT}.n"
     samples = sizes.size(key) or 1
     if sizes.is_free(key):
         prompts = sizes.set_size(_BATCH) or math.lcm(*(size for mini in _minis(sizes) if (size := sizes.set_size(mini))))
@@ -115,7 +121,8 @@ def _minis(sizes: _Sizes) -> list[str]:
 
 def _follow_batch(sizes: _Sizes, most: int | None = None) -> None:
     """The batch is a multiple of the mini-batches that were set, at most `most` and the rows there are; other mini-batches divide it."""
-    minis, batch = _minis(sizes), sizes.size(_BATCH)
+    minis = _minis(sizes)
+    batch = sizes.size(_BATCH)
     if batch is None:
         return
     if sizes.is_free(_BATCH):
@@ -194,7 +201,8 @@ def _shrink(sizes: _Sizes, keys: tuple[str, ...], room: int, least: dict[str, in
         share = left * lengths[key] // total if total else 0
         others = sum(floors[other] for other in free if other != key and other not in sizes.changes)
         size = max(floors[key], min(share, left - others, lengths[key]))
-        left, total = left - size, total - lengths[key]
+        left = left - size
+        total = total - lengths[key]
         sizes[key] = size
 
 
@@ -219,7 +227,8 @@ def _sections_on_the_main_pool(sizes: _Sizes) -> list[str]:
 def _follow_processes(sizes: _Sizes, pool: str, sections: list[str]) -> None:
     """A node has as many processes as the models on it are divided among. The number of nodes never follows."""
     key = f"{pool}.n_gpus_per_node"
-    count, nodes = sizes.size(key), sizes.size(f"{pool}.nnodes")
+    count = sizes.size(key)
+    nodes = sizes.size(f"{pool}.nnodes")
     if count is None or nodes is None or not sizes.is_free(key):
         return
     needed = math.lcm(*(_ranks_of_a_copy(sizes, section) for section in sections))

@@ -184,7 +184,8 @@ def as_config(config: PPOConfig | DictConfig | Mapping[str, Any]) -> PPOConfig:
 
 def with_changes(config: T, changes: Mapping[str, Any]) -> T:
     """The same configuration with other values for some keys ("algorithm.adv_estimator": "grpo"), checked like any other."""
-    node, root = OmegaConf.structured(config), type(config)
+    node = OmegaConf.structured(config)
+    root = type(config)
     with readable_errors():
         for key, value in changes.items():
             check_key(key, root)
@@ -327,7 +328,8 @@ def _nearest_key(key: str, keys: Sequence[str]) -> str | None:
 def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     """The key and the value of an override; the keys that it sets, which are several for a dict, are added to `named`."""
     override = parse_override(text)
-    key, value = override.key, override.value
+    key = override.key
+    value = override.value
     if override.is_delete:
         raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
     if isinstance(value, dict):

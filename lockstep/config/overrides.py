@@ -80,7 +80,10 @@ class _Reader:
     """Reads quotes, lists and dicts from left to right."""
 
     def __init__(self, text: str, argument: str) -> None:
-        self.text, self._argument, self.at, self._depth = text, argument, 0, 0
+        self.text = text
+        self._argument = argument
+        self.at = 0
+        self._depth = 0
 
     def error(self, why: str) -> ConfigError:
         return ConfigError(

@@ -49,7 +49,8 @@ class PPOConfig:
     @property
     def _algorithm(self) -> str:
         """What the run is called after: the loss where that makes the algorithm, else the estimator."""
-        estimator, loss = self.algorithm.adv_estimator, self.actor_rollout_ref.actor.policy_loss.loss_mode
+        estimator = self.algorithm.adv_estimator
+        loss = self.actor_rollout_ref.actor.policy_loss.loss_mode
         if estimator == "gae":
             return "ppo"
         if estimator == "grpo" and loss == "vanilla":
@@ -123,7 +124,8 @@ class PPOConfig:
         return split or self.trainer.n_gpus_per_node * self.trainer.nnodes > 1
 
     def _check_model_and_data(self) -> None:
-        model, files = self.actor_rollout_ref.model.path, self.data.train_files
+        model = self.actor_rollout_ref.model.path
+        files = self.data.train_files
         if not model:
             raise ConfigError("actor_rollout_ref.model.path is empty; name a Hugging Face model folder")
         if not files:
@@ -152,7 +154,8 @@ class PPOConfig:
                     f"make {key} a divisor of data.train_batch_size"
                 )
         longest = self.data.max_prompt_length + self.data.max_response_length
-        actor, ref = self.actor_rollout_ref.actor, self.actor_rollout_ref.ref
+        actor = self.actor_rollout_ref.actor
+        ref = self.actor_rollout_ref.ref
         budgets = {
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu, actor.token_ranks),
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (ref.log_prob_max_token_len_per_gpu, actor.token_ranks),
@@ -174,7 +177,8 @@ class PPOConfig:
             raise ConfigError("actor_rollout_ref.rollout.name=sglang does not go with episodes (agent.*); set native, vllm or hf")
         if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
             raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
-        overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
+        overlong = self.reward.overlong_buffer
+        longest = self.data.max_response_length
         if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(
                 f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
@@ -198,7 +202,8 @@ class PPOConfig:
                 f"actor_rollout_ref.ref.model.path={self.actor_rollout_ref.ref.model.path} is set, but nothing reads a reference; set "
                 "algorithm.adv_estimator=distill, or a KL term: algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss"
             )
-        rows, control = self.data.train_batch_size * self.actor_rollout_ref.rollout.n, self.algorithm.kl_ctrl
+        rows = self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+        control = self.algorithm.kl_ctrl
         # The controller changes its weight by at most 0.2 * rows / horizon a step; at 1 the weight could reach zero.
         if self.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * rows >= control.horizon:
             raise ConfigError(

@@ -120,7 +120,8 @@ class StageConfig:
 
     def check_longest(self, key: str, longest: int) -> None:
         """Raise ConfigError unless a micro-batch holds a row of `longest` tokens, the value of `key`."""
-        budget, ranks = self.engine.max_token_len_per_gpu, self.engine.token_ranks
+        budget = self.engine.max_token_len_per_gpu
+        ranks = self.engine.token_ranks
         if self.engine.micro_batch_size_per_gpu is None and not isinstance(budget, str) and budget * ranks < longest:
             raise ConfigError(
                 f"engine.max_token_len_per_gpu={budget} tokens cannot hold one row of {key}={longest} tokens; "

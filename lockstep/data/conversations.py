@@ -147,7 +147,8 @@ def is_marked_as_trained(message: Message) -> bool | None:
 
     Raises DataError for another value than true and false, or 0 and 1, and where the two contradict each other.
     """
-    train, weight = message.get("train"), message.get("weight")
+    train = message.get("train")
+    weight = message.get("weight")
     if train is not None and not isinstance(train, bool):
         raise DataError(f"`train` of a message must be true or false, not {train!r}")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
@@ -191,7 +192,8 @@ class ChatTemplate:
     """A tokenizer's chat template. `kwargs` are passed to it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
-        self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
             *tokenizer.all_special_tokens
         }

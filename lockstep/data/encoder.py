@@ -36,8 +36,11 @@ class PromptEncoder:
         place: Names = "row {}".format,
         shown: Shown | None = None,
     ) -> None:
-        self._tokenizer, self._place, self._shown = tokenizer, place, shown
-        self._has_template, self._template_kwargs = bool(tokenizer.chat_template), {"add_generation_prompt": True} | template_kwargs
+        self._tokenizer = tokenizer
+        self._place = place
+        self._shown = shown
+        self._has_template = bool(tokenizer.chat_template)
+        self._template_kwargs = {"add_generation_prompt": True} | template_kwargs
         self.tokens_beyond_bytes = tokens_beyond_bytes(tokenizer)
 
     def encode(self, prompts: Sequence[ChatPrompt], indices: Sequence[int]) -> list[list[int]]:

@@ -66,7 +66,8 @@ def _parse_list(text: str) -> list[Any]:
         pass
     else:
         return found
-    decoder, index = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    index = 0
     at = _NEXT.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
     try:
         while True:
@@ -88,7 +89,8 @@ def _may_be_deep(text: str) -> bool:
 
 def _check_depth(row: Any, index: int) -> None:
     """Raise ValueError if the row is nested deeper than what reads it can follow."""
-    level, depth = [row], 0
+    level = [row]
+    depth = 0
     while level:
         depth += 1
         if depth > _MAX_DEPTH:

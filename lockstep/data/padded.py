@@ -16,7 +16,9 @@ class PaddedRows(Dataset[dict[str, Any]]):
     """`dataset` with input_ids, attention_mask and position_ids, `width` wide and padded on the left, and raw_prompt_ids for prompt_ids."""
 
     def __init__(self, dataset: Any, pad_token_id: int, width: int) -> None:
-        self._dataset, self._pad, self._width = dataset, pad_token_id, width
+        self._dataset = dataset
+        self._pad = pad_token_id
+        self._width = width
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         row = dict(self._dataset[position])
@@ -31,7 +33,8 @@ class RestOfEpoch:
     """The batches that are left of an epoch; `prompts` counts those that were taken (`num_taken`)."""
 
     def __init__(self, schedule: PromptSchedule, prompts: Any) -> None:
-        self._schedule, self._prompts = schedule, prompts
+        self._schedule = schedule
+        self._prompts = prompts
 
     def __len__(self) -> int:
         return self._schedule.steps_per_epoch

@@ -55,7 +55,9 @@ class PairDataset(TrainingRows):
         whole: bool = False,
         **options: Any,
     ) -> None:
-        self._skip_identical, self.num_skipped, self._whole = skip_identical, 0, whole
+        self._skip_identical = skip_identical
+        self.num_skipped = 0
+        self._whole = whole
         super().__init__(files, tokenizer, **options)
         if self.is_paired and options.get("try_rows", True):
             self._warn_of_other_questions()
@@ -121,7 +123,8 @@ class PairDataset(TrainingRows):
     def finish(self, rows: list[TokenRow]) -> list[TokenRow]:
         cut = [up_to_last_trained(row) for row in rows]
         rows = [self._tokenize.ended(row) for row in (rows if self._whole else cut)]
-        num_prompt, longest = num_shared(rows), max(map(len, rows))
+        num_prompt = num_shared(rows)
+        longest = max(map(len, rows))
         if longest <= self._max_length:
             return rows
         if self._truncation == "error":
@@ -164,7 +167,8 @@ class PairDataset(TrainingRows):
 
     def _warn_of_other_questions(self) -> None:
         """Print how many pairs without a prompt answer different messages of the user, and the first of them."""
-        used, found = set(self._rows.tolist()), []
+        used = set(self._rows.tolist())
+        found = []
         columns = (self._files.batches(name, missing_ok=True) for name in ("chosen", "rejected"))
         for (start, chosen), (other_start, rejected) in zip(*columns, strict=False):
             if start != other_start:

@@ -67,7 +67,8 @@ def find_overlong(
         for numbers, prompts in read_column(files, column, np.sort(rows[suspects[:num_measured]])):
             lengths = [len(ids) for ids in encoder.encode(prompts, numbers)]
             overlong += [(number, length) for number, length in zip(numbers, lengths, strict=True) if length > limit]
-            seen.done, seen.tokens = seen.done + len(lengths), seen.tokens + sum(lengths)
+            seen.done = seen.done + len(lengths)
+            seen.tokens = seen.tokens + sum(lengths)
     if 0 < num_measured < len(suspects) and not overlong:
         print(
             f"data: {len(suspects)} prompts may be longer than data.max_prompt_length={limit} tokens; the largest "

@@ -62,7 +62,8 @@ class SupervisedDataset(TrainingRows):
     def mark(self, row: FileRow) -> list[MarkedText]:
         answer = row.get("completion") if row.get("completion") is not None else row.get("response")
         if row.get("messages") is not None:
-            messages, start = read_messages(row["messages"]), 0
+            messages = read_messages(row["messages"])
+            start = 0
         elif row.get("prompt") is not None and answer is not None:
             conversation = self._conversation(row["prompt"], answer)
             if conversation is None:

@@ -36,7 +36,8 @@ def tokens_beyond_bytes(tokenizer: PreTrainedTokenizerBase) -> float:
         state = json.loads(component.__getstate__())
         steps = state.get("normalizers", state.get("pretokenizers")) if state["type"] == "Sequence" else [state]
         for position, step in enumerate(steps):
-            kind, at_start = step["type"], position == 0
+            kind = step["type"]
+            at_start = position == 0
             if not (
                 kind in _HARMLESS
                 or (kind == "ByteLevel" and (at_start or not step.get("add_prefix_space")))

@@ -48,7 +48,8 @@ class TokenRow:
         """UTF-8 bytes that the trained tokens stand for, special ones aside: what bits per byte are counted by."""
         kept = self.trained & ~np.isin(self.ids, special_ids)
         kept[:1] = False
-        starts, ends = self.starts[kept], self.ends[kept]
+        starts = self.starts[kept]
+        ends = self.ends[kept]
         if not len(ends):
             return 0
         # The tokens of a character that is split have its offsets each; it counts once.
@@ -106,7 +107,8 @@ class SpanTokenizer:
 
     def _with_ends(self, row: TokenRow) -> TokenRow:
         """One begin token, where the text has its own besides the tokenizer's; one end token, trained."""
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        bos = self._tokenizer.bos_token_id
+        eos = self._tokenizer.eos_token_id
         if bos is not None and len(row) > 1 and row.ids[0] == row.ids[1] == bos:
             row = row.select(slice(1, None))
         if not len(row) or row.ids[-1] != eos:

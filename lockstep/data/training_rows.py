@@ -87,7 +87,9 @@ class TrainingRows:
         try_rows: bool = True,
     ) -> None:
         one_of("data.truncation", truncation, TRUNCATIONS)
-        self._tokenizer, self._max_length, self._truncation = tokenizer, max_length, truncation
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._truncation = truncation
         self._tokenize = SpanTokenizer(tokenizer)
         self._template = ChatTemplate(tokenizer, template_kwargs or {})
         self._use_template = use_template and bool(tokenizer.chat_template)

@@ -15,7 +15,8 @@ _FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*\Z")
 
 def convert(row: SourceRow, instruction: str) -> WrittenRow:
     """The number after the last `####`, without thousands commas, is the ground truth; the steps are the response to learn from."""
-    question, answer = text(row, "question"), text(row, "answer")
+    question = text(row, "question")
+    answer = text(row, "answer")
     if "####" not in answer:
         raise UnusableRow("the answer has no '####'")
     final = _FINAL.search(answer)

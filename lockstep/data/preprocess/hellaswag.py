@@ -38,7 +38,8 @@ def convert(row: SourceRow, instruction: str) -> WrittenRow:
 
 def _context(row: SourceRow) -> str:
     """What has happened, under the name of the activity. The second part begins a sentence that the endings finish."""
-    first, second = row.get("ctx_a"), row.get("ctx_b")
+    first = row.get("ctx_a")
+    second = row.get("ctx_b")
     context = f"{first} {second[:1].upper()}{second[1:]}" if first and second else text(row, "ctx")
     activity = row.get("activity_label")
     return f"{activity}: {_clean(context)}" if activity else _clean(context)

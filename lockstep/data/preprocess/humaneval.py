@@ -11,7 +11,8 @@ INSTRUCTION = "Finish this Python function. Answer with the whole function in on
 
 def convert(row: SourceRow, instruction: str) -> WrittenRow:
     """The function's head is the question; the tests, the function's name and the head are the ground truth, as JSON."""
-    head, solution = text(row, "prompt"), text(row, "canonical_solution")
+    head = text(row, "prompt")
+    solution = text(row, "canonical_solution")
     tests = {"prompt": head, "test": text(row, "test"), "entry_point": text(row, "entry_point")}
     return WrittenRow(
         prompt=ask(fenced(head), instruction),

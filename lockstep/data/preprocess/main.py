@@ -23,7 +23,8 @@ RECIPES = {
 PREFERENCES = {"full_hh_rlhf": full_hh_rlhf.RECIPES, "ultrafeedback": full_hh_rlhf.ULTRAFEEDBACK}
 """Datasets that are written in several forms: `--split` names one."""
 
-TRAIN_FILE, HELD_OUT_FILE = "train.parquet", "test.parquet"
+TRAIN_FILE = "train.parquet"
+HELD_OUT_FILE = "test.parquet"
 
 
 @as_command

@@ -16,7 +16,8 @@ MATH_500 = "HuggingFaceH4/MATH-500"
 
 def convert(row: SourceRow, instruction: str) -> WrittenRow:
     r"""The column `answer` is the ground truth where there is one (MATH-500), otherwise the last \boxed{} of the solution."""
-    problem, solution = text(row, "problem"), text(row, "solution")
+    problem = text(row, "problem")
+    solution = text(row, "solution")
     is_math_500 = row.get("answer") is not None
     answer = text(row, "answer") if is_math_500 else last_boxed(solution)
     if answer is None or not answer.strip():

@@ -75,7 +75,8 @@ def _files_of(source: str) -> list[SourceFile]:
         return [SourceFile(PurePosixPath(path.name), lambda: path)]
     if path.is_dir():
         # The folder's own name counts: it may be `train`, or a subject.
-        name, here = path.resolve().name, sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        name = path.resolve().name
+        here = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
         names = [PurePosixPath(name) / p.relative_to(path).as_posix() for p in here]
         visible = [(n, p) for n, p in zip(names, here, strict=True) if not any(part.startswith(".") for part in n.parts[1:])]
         return [SourceFile(n, lambda p=p: p) for n, p in visible]  # type: ignore[misc]
@@ -88,9 +89,11 @@ def _hub_files(repo: str) -> list[SourceFile]:
     import huggingface_hub
 
     try:
-        revision, names = None, _hub_names(huggingface_hub, repo, None)
+        revision = None
+        names = _hub_names(huggingface_hub, repo, None)
         if not any(name.endswith((".parquet", ".jsonl", ".jsonl.gz")) for name in names):
-            revision, names = _CONVERTED, _hub_names(huggingface_hub, repo, _CONVERTED)
+            revision = _CONVERTED
+            names = _hub_names(huggingface_hub, repo, _CONVERTED)
     except Exception as error:  # the library's errors, its HTTP library's, and OSError have no class in common
         raise _no_hub(repo, error) from error
 
