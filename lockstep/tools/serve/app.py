@@ -209,8 +209,12 @@ class Server:
                     events = answers.tokens(place, answer)
                 for event in events:
                     yield event
+        except ServeError as error:
+            yield error_event(error.body())
+            return
         except Exception as error:
-            yield error_event(as_serve_error(error).body())
+            traceback.print_exception(error)
+            yield error_event(_internal_error(error).body())
             return
         for event in answers.finish():
             yield event
@@ -415,11 +419,7 @@ async def _disconnect(request: Request) -> None:
 # -- the application ---------------------------------------------------------------------------------------------------------------
 
 
-def as_serve_error(error: Exception) -> ServeError:
-    """What the client is told of an exception; one that is not a ServeError is a bug, and its traceback is printed."""
-    if isinstance(error, ServeError):
-        return error
-    traceback.print_exception(error)
+def _internal_error(error: Exception) -> InternalError:
     return InternalError(f"{type(error).__name__} inside the server; its log has the traceback")
 
 
@@ -525,4 +525,4 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> JSONResponse:
-        return error_response(as_serve_error(error))
+        return error_response(_internal_error(error))  # the HTTP server logs the traceback

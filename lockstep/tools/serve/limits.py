@@ -80,7 +80,7 @@ class Limits:
         try:
             async with asyncio.timeout_at(deadline + _SEND_S):
                 await self._answer(scope, receive, counted, deadline)
-        except (ClientDisconnect, TimeoutError):  # nobody reads any more
+        except (ClientDisconnect, TimeoutError):  # the client does not read any more
             pass
         except Exception:
             status = 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import queue
 import socket
@@ -15,6 +16,7 @@ from helpers.serving import ASK, HANG_S, SERVED, completion, in_thread, load_ser
 from helpers.tiny import tiny_model
 
 from lockstep.config.sampling import SamplingParams
+from lockstep.tools.serve.answers import Answers
 from lockstep.tools.serve.text import PromptReader
 from lockstep.workers.rollout.request import Request, Tokens, failed
 
@@ -262,6 +264,21 @@ def test_what_is_wrong_is_said_in_openais_form(client):
         assert status == expected, body
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["error"]["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_is_an_error_for_its_client_and_a_traceback_in_the_log(client, monkeypatch, capsys, caplog, stream):
+    monkeypatch.setattr(Answers, "tokens" if stream else "choice", lambda *given: 1 // 0)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    response = client.open("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True, "stream": stream})
+    body = json.loads(response.read().decode().removeprefix("data: "))
+    assert (response.status, body["error"]["code"]) == (200 if stream else 500, "internal")
+    assert (caplog.text + capsys.readouterr().err).count("ZeroDivisionError: ") == 1
+    assert client.get("/health")[0] == 200
+    counted = client.get("/metrics")[1]
+    assert ('path="/v1/completions",status="500"' in counted) or stream
+    while client.gauge("requests_open"):
+        pass
 
 
 def test_the_server_describes_itself(client):
