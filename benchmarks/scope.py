@@ -54,7 +54,6 @@ MOVED = {
     "observability/eta.py": ["observability/display.py"],
     "observability/score_summary.py": ["trainer/ppo/validation.py"],
     "planner/built.py": ["planner/count.py"],
-    "rewards/examples.py": ["rewards/manager.py"],
     "judging/sandbox/program.py": ["judging/sandbox/judge.py"],
     "judging/sandbox/same.py": ["judging/sandbox/judge.py"],
     "single_controller/ray/leftovers.py": ["single_controller/ray/cluster.py"],

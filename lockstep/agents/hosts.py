@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.environment import Action, Environment, Message, Turn
-from lockstep.agents.shared_loop import SharedLoop, shared_loop
 from lockstep.agents.tools import learn_schemas, schemas_of
 from lockstep.errors import RewardError
 from lockstep.processes import START_S, KillableWorker, is_portable
+from lockstep.utils.loop_thread import LoopThread
 
 Make = Callable[..., Environment]
 _MAX_FLOAT32 = 3.4028234663852886e38
@@ -41,7 +41,7 @@ class Place:
     """Between `begin` and `end`."""
     runner: asyncio.Runner | None = None
     """Its event loop, once it needs one: what one call connects, the next one uses. Not of environments that share one."""
-    loop: SharedLoop | None = None
+    loop: LoopThread | None = None
     """That it shares with others."""
     task: "asyncio.Task[Any] | None" = None
     """The call that runs in it."""
@@ -275,7 +275,7 @@ class LoopHost(ThreadHost):
 
     def _made(self, call: Call) -> Waited:
         if self._place.loop is None:
-            self._place.loop = shared_loop()
+            self._place.loop = _free_loop()
         return Waited(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
 
     def leave_behind(self) -> None:
@@ -283,6 +283,25 @@ class LoopHost(ThreadHost):
         self._place = Place()
         if place.loop is not None:
             place.loop.submit(_end_late(place))
+
+
+_BEAT_S = 0.25
+_PATIENCE_S = 1.0
+_MOMENT_S = 0.05
+_loops: list[LoopThread] = []
+"""The loops that async environments share, the newest first."""
+_loops_lock = threading.Lock()
+
+
+def _free_loop() -> LoopThread:
+    """Return a loop that no environment blocks; start one if all are blocked."""
+    with _loops_lock:
+        for loop in _loops:
+            # A silent loop may only have waited for the interpreter, which this thread has held.
+            if loop.silent_s <= _PATIENCE_S or loop.answers(within_s=_MOMENT_S):
+                return loop
+        _loops.insert(0, LoopThread("environments", _BEAT_S))
+        return _loops[0]
 
 
 def _in_thread(call: Call, place: Place) -> "Future[Any]":

@@ -1,12 +1,23 @@
-"""A Python process that calls functions for us and can be killed at a deadline, whatever they do.
+"""Call functions in a child process that can be killed at a deadline.
 
-A thread cannot be stopped, and a regular expression that back-tracks stops every other thread as well. So what may hang runs here: in a
-fresh interpreter (not a fork, which would copy locks and GPU handles), loaded once and used for many calls.
+A thread cannot be stopped, and a regular expression that backtracks holds the interpreter and so every other thread. Calls that may hang
+run here instead: in a fresh interpreter (not a fork, which would copy locks and GPU handles) that is started once and serves many calls.
 
 ```text
 parent: KillableWorker.call -> frame (function, arguments) -> child: load the function, call it -> frame (value or traceback) -> parent
-deadline passed -> the child's guard kills it and all that it started; the next call starts a new child
+deadline passed -> the child's guard kills the child and every process that it started; the next call starts a new child
 ```
+
+`child.py` is the program of the child and `guard.py` the process that ends its descendants. Reward functions, environments, the symbolic
+part of the MATH grader and `lockstep rewards check` use this module. Four other protocols remain, because each needs what this one must
+not have:
+
+- `judging/sandbox/{program,wire}.py` read answers of hostile programs: text frames without pickle, in files small enough to review.
+- `backends/process.py` holds an inference engine: a call is a stream of values with messages in both directions, and its deadline is a
+  time of silence, not of the whole call.
+- `checkpoint/write_child.py` writes files that its parent has opened, at a low priority and without importing any package, and survives
+  the signals that end the parent.
+- `single_controller/base/channel.py` carries news between machines over an authenticated socket.
 """
 
 import atexit
@@ -26,8 +37,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep.errors import RewardError
 from lockstep.processes.child import HEADER, MARK, FunctionReference
-from lockstep.processes.errors import CallCrashed, CallFailed, CallTimeout
 
 START_S = 600.0
 """For starting the child and for each import in it: on a loaded machine, many children that import large packages take minutes."""
@@ -37,8 +48,32 @@ _PROGRAM = (
 )
 
 
+class CallError(RewardError):
+    """A call that has no value. `kind` is one of `lockstep.rewards.outcome.FAILURE_KINDS`."""
+
+    kind: str
+
+
+class CallTimeout(CallError):
+    """The call did not end before its deadline, and its process was killed."""
+
+    kind = "timeout"
+
+
+class CallFailed(CallError):
+    """The function raised (the message ends with the traceback), or its value cannot be sent back."""
+
+    kind = "raised"
+
+
+class CallCrashed(CallError):
+    """The process ended during the call."""
+
+    kind = "crashed"
+
+
 def is_portable(function: Callable[..., Any]) -> bool:
-    """Whether another process can find the function: it is defined at the top of a module that is not the running script."""
+    """Return whether another process can import the function: it is defined at the top of a module that is not the running script."""
     try:
         _reference(function)
     except ValueError:
@@ -47,9 +82,9 @@ def is_portable(function: Callable[..., Any]) -> bool:
 
 
 class KillableWorker:
-    """One child process. Calls are made one at a time, in any thread. It is started by the first call and again after it was killed.
+    """One child process, which the first call starts, and the next call after it was killed. Any thread may call; calls run one at a time.
 
-    The child, and each process that it starts, may have `max_memory_mb` of memory of its own; None sets no limit.
+    The child and each process that it starts may use `max_memory_mb` of memory; None sets no limit.
     """
 
     def __init__(self, max_memory_mb: int | None = None) -> None:
@@ -60,10 +95,9 @@ class KillableWorker:
         self._loaded: set[FunctionReference] = set()
 
     def call(self, function: Callable[..., Any], timeout_s: float, **kwargs: Any) -> Any:
-        """`function(**kwargs)`, computed in the child.
+        """Return `function(**kwargs)`, computed in the child. The deadline starts when the child has imported the function's module.
 
-        The deadline starts when the child has imported the function's module. Raises CallTimeout, CallFailed, CallCrashed, and ValueError
-        for a function that `is_portable` refuses.
+        Raise CallTimeout, CallFailed or CallCrashed, and ValueError if the function is not portable (see `is_portable`).
         """
         reference = _reference(function)
         try:
@@ -75,17 +109,17 @@ class KillableWorker:
             return self._exchange(reference, arguments, timeout_s, function_name(function))
 
     def load(self, function: Callable[..., Any]) -> None:
-        """Start the child and import the function's module there, if that is still to be done. Raises as `call` does."""
+        """Start the child and import the function's module there, unless that has been done. Raise as `call` does."""
         with self._lock:
             self._load(_reference(function), function)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a child: the next call need not start one."""
+        """Whether a child exists, so that the next call need not start one."""
         return self._process is not None and self._owner == os.getpid()
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """Kill the child, whatever it is doing."""
         with self._lock:
             self._kill()
 
@@ -124,7 +158,7 @@ class KillableWorker:
         return value
 
     def _kill(self) -> int | None:
-        """Kill the child and what it started; its exit code, or None when this process has no child."""
+        """Kill the child and its descendants; return its exit code, or None if this process has no child."""
         process = self._process
         self._process = None
         if process is None or self._owner != os.getpid():
@@ -138,7 +172,7 @@ class KillableWorker:
 
 
 def _ask(process: subprocess.Popen[bytes], request: object, deadline: float) -> tuple[str, Any]:
-    """The child's answer. Raises TimeoutError at the deadline, EOFError or OSError when the child has ended."""
+    """Return the child's answer. Raise TimeoutError at the deadline, EOFError or OSError if the child has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     unsent = memoryview(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
@@ -157,7 +191,7 @@ def _ask(process: subprocess.Popen[bytes], request: object, deadline: float) -> 
 
 
 def _wait(pipe: IO[bytes], event: int, deadline: float) -> None:
-    """Until the pipe is ready. Raises TimeoutError at the deadline."""
+    """Wait until the pipe is ready. Raise TimeoutError at the deadline."""
     poller = select.poll()  # unlike select.select, not limited to the first 1024 descriptors
     poller.register(pipe, event)
     if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -170,7 +204,7 @@ _spawner_lock = threading.Lock()
 
 @functools.cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
-    """A thread that lives as long as the process `pid`, this one: a child asks to be killed when the thread that started it ends."""
+    """Return a thread that lives as long as this process (`pid`): a child asks to be killed when the thread that started it ends."""
     return ThreadPoolExecutor(1, "killable-spawner")
 
 
@@ -192,7 +226,7 @@ def _spawn(max_memory_mb: int | None) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Have a child's guard end it and what it started; its exit code. One that has already ended keeps its own."""
+    """Make the guard end the child and its descendants; return the exit code, which is the child's own if it had already ended."""
     with contextlib.suppress(OSError):
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -211,7 +245,7 @@ def _end_all() -> None:
 
 
 def function_name(function: Any) -> str:
-    """What a user calls a function, whatever is bound to it: module.name, or file.py:name for a file that the configuration names."""
+    """Return the user's name of a function, also of a partial one: module.name, or file.py:name for a file of the configuration."""
     while hasattr(function, "func"):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -223,7 +257,7 @@ def function_name(function: Any) -> str:
 
 
 def _reference(function: Callable[..., Any]) -> FunctionReference:
-    """Raises ValueError for a function that another process cannot find."""
+    """Return the function as the child can find it. Raise ValueError if it cannot."""
     modules: dict[str, str | None] = {}
     try:
         # Functions may be wrapped several times: a call for a batch, around reward_kwargs, around the user's function.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.environments import Connects
 
-from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, hosts, shared_loop, shipped_tools
+from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, hosts, shipped_tools
 from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, checked, make_host
 from lockstep.agents.named_tools import configured_tools, default_environment
 from lockstep.config.agent import AgentConfig
@@ -284,7 +284,7 @@ def test_an_environment_that_blocks_the_event_loop_costs_those_that_begin_later_
     beside.begin(Blocks, {}, {}, 0)
     waited = blocking.beginning(Blocks, {}, {"blocks": True}, 0)
     assert Blocks.begun.wait(50)
-    monkeypatch.setattr(shared_loop, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(hosts, "_PATIENCE_S", 0.0)
     try:
         later.begin(Blocks, {}, {}, 0)
         assert later.step(Action("a", "a")).done

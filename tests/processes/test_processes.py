@@ -13,8 +13,7 @@ import psutil
 import pytest
 from helpers.processes import are_gone
 
-from lockstep.processes import KillableWorker, is_portable
-from lockstep.processes.errors import CallCrashed, CallFailed, CallTimeout
+from lockstep.processes import CallCrashed, CallFailed, CallTimeout, KillableWorker, is_portable
 
 
 def add(a, b):

@@ -18,7 +18,7 @@ from lockstep.config.reward import CustomRewardConfig, RewardConfig
 from lockstep.data.tag import Tag
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.rewards import scoring
+from lockstep.rewards import runner
 from lockstep.rewards.manager import RewardManager
 from lockstep.trainer.run.setup import reward_arguments
 
@@ -352,7 +352,7 @@ def test_trls_arguments_are_said_to_be_trls_with_the_names_to_use_instead():
 
 
 def test_calls_that_were_made_again_are_counted_row_by_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.01)
     seen = []
 
     def judge(solution_str):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.protocol import DataProto, Ragged
-from lockstep.rewards.as_float import as_float
+from lockstep.rewards.outcome import as_float
 from lockstep.rewards.manager import RewardManager
 from lockstep.tools.evaluate.answering import Answerer, Drawing
 from lockstep.tools.evaluate.question import Question, Sample

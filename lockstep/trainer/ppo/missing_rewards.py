@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.errors import RewardError
 from lockstep.protocol import DataProto
-from lockstep.rewards.outcome import TRIED_AGAIN
+from lockstep.rewards.outcome import RETRIED_KINDS
 from lockstep.trainer.ppo.plain import plain
 from lockstep.trainer.ppo.scored import Scored
 from lockstep.utils.files import named_errors
@@ -71,7 +71,7 @@ def _too_many(batch: DataProto, scored: Scored, max_failure_rate: float, run_dir
     cures = [f"allow more with reward.max_failure_rate={rate:g}"]
     if "environment" in kinds:
         cures.insert(0, "set agent.retries higher")
-    if set(kinds) & set(TRIED_AGAIN):
+    if set(kinds) & set(RETRIED_KINDS):
         cures.insert(0, "raise reward.retries" if any(scored.retries) else "set reward.retries=3")
     return RewardError(
         f"{len(failed)} of {len(batch)} rewards are missing ({', '.join(f'{kind}: {n}' for kind, n in kinds.items())}), more than "

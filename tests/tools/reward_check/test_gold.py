@@ -7,8 +7,7 @@ import pytest
 from helpers.rewards import truth
 
 from lockstep.errors import RewardError
-from lockstep.processes import KillableWorker
-from lockstep.processes.errors import CallTimeout
+from lockstep.processes import CallTimeout, KillableWorker
 from lockstep.tools.reward_check.gold import gold_response
 from lockstep.utils.files import load_object
 

@@ -13,10 +13,9 @@ import psutil
 import pytest
 from helpers.rewards import behave, nap, truth, works_at_last
 
-from lockstep.rewards import local_calls, scoring
-from lockstep.rewards.local_calls import EventLoop
+from lockstep.rewards import runner
 from lockstep.rewards.outcome import Failure, Score
-from lockstep.rewards.scoring import ScoringPool
+from lockstep.rewards.runner import EventLoop, RewardRunner
 
 
 async def async_truth(ground_truth):
@@ -31,7 +30,7 @@ class AsyncTruth:
 
 @pytest.fixture
 def pool():
-    pool = ScoringPool(num_workers=2, timeout_s=5.0)
+    pool = RewardRunner(num_workers=2, timeout_s=5.0)
     yield pool
     pool.close()
 
@@ -83,8 +82,8 @@ async def async_works_at_last(counter, at, how):
     ids=["process", "process-hangs", "process-dies", "thread", "async", "async-hangs"],
 )
 def test_a_call_that_fails_is_made_again_as_often_as_the_pool_says(function, how, tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.05)
-    pool = ScoringPool(2, timeout_s=1.0, retries=2)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.05)
+    pool = RewardRunner(2, timeout_s=1.0, retries=2)
     try:
         found = [pool.submit(function, {"counter": tmp_path / str(at), "at": at, "how": how}).result(60) for at in range(4)]
     finally:
@@ -96,9 +95,9 @@ def test_a_call_that_fails_is_made_again_as_often_as_the_pool_says(function, how
 
 
 def test_the_waits_between_two_calls_grow_and_hold_no_other_call_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "_FIRST_WAIT_S", 0.4)
-    monkeypatch.setattr(scoring, "_LONGEST_WAIT_S", 0.7)
-    pool = ScoringPool(1, timeout_s=30.0, retries=3)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.4)
+    monkeypatch.setattr(runner, "_LONGEST_WAIT_S", 0.7)
+    pool = RewardRunner(1, timeout_s=30.0, retries=3)
     try:
         pool.submit(truth, {"ground_truth": 1}).result(30)  # the process is there
         late = pool.submit(works_at_last, {"counter": tmp_path / "late", "at": 3, "how": "raise"})
@@ -116,7 +115,7 @@ def test_the_waits_between_two_calls_grow_and_hold_no_other_call_up(tmp_path, mo
 
 
 def test_what_a_function_returned_is_its_answer_and_it_is_not_asked_again(tmp_path):
-    pool = ScoringPool(1, timeout_s=30.0, retries=3)
+    pool = RewardRunner(1, timeout_s=30.0, retries=3)
     try:
         found = pool.submit(works_at_last, {"counter": tmp_path / "n", "at": 1, "how": "none"}).result(30)
     finally:
@@ -125,7 +124,7 @@ def test_what_a_function_returned_is_its_answer_and_it_is_not_asked_again(tmp_pa
 
 
 def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_other():
-    pool = ScoringPool(num_workers=2, timeout_s=2.0)
+    pool = RewardRunner(num_workers=2, timeout_s=2.0)
     rows = ["raise", 1, "hang", 2, "exit", 3, "die", 4, "backtrack", 5, "nan", 6, 7, 8]
     started = time.monotonic()
     outcomes = [future.result(60) for future in [pool.submit(behave, {"ground_truth": row}) for row in rows]]
@@ -144,7 +143,7 @@ def test_a_row_that_hangs_dies_or_raises_is_a_failure_of_its_own_and_delays_no_o
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_call_that_cannot_be_killed_is_given_up_at_its_deadline(is_async):
-    pool, release = ScoringPool(1, timeout_s=1.0), threading.Event()
+    pool, release = RewardRunner(1, timeout_s=1.0), threading.Event()
 
     def hangs(ground_truth):
         if ground_truth == 0:
@@ -170,21 +169,21 @@ def test_an_async_call_that_catches_its_cancellation_is_given_up_too():
             with contextlib.suppress(BaseException):
                 await asyncio.sleep(3600)
 
-    pool = ScoringPool(1, timeout_s=0.1)
+    pool = RewardRunner(1, timeout_s=0.1)
     assert pool.submit(tries_again, {"ground_truth": 0}).result(5).kind == "timeout"
     pool.close()
 
 
 _TRIES_AGAIN = """
 import asyncio, contextlib, gc, time
-from lockstep.rewards.scoring import ScoringPool
+from lockstep.rewards.runner import RewardRunner
 
 async def tries_again(waits):
     while True:
         with contextlib.suppress(BaseException):
             await (asyncio.sleep(3600) if waits == "timer" else asyncio.Event().wait())
 
-pool = ScoringPool(1, timeout_s=0.1)
+pool = RewardRunner(1, timeout_s=0.1)
 print([pool.submit(tries_again, {"waits": waits}).result(5).kind for waits in ("timer", "event")])
 pool.submit(tries_again, {"waits": "event"})
 pool.close()
@@ -194,7 +193,7 @@ async def answers(waits):
     await asyncio.sleep(0.02)
     return 1
 
-pool = ScoringPool(1, timeout_s=0.1)
+pool = RewardRunner(1, timeout_s=0.1)
 calls = [pool.submit(answers, {"waits": 0}) for _ in range(64)] + [pool.submit(tries_again, {"waits": "event"})]  # which waits its turn
 del pool
 gc.collect()
@@ -221,7 +220,7 @@ def test_closing_ends_the_event_loops():
         return {thread for thread in threading.enumerate() if thread.name.startswith("reward-loop")}
 
     before = loops()
-    pool = ScoringPool(1, timeout_s=1.0)
+    pool = RewardRunner(1, timeout_s=1.0)
     assert pool.submit(async_truth, {"ground_truth": 10}).result(5) == Score(10.0)
     late = pool.submit(waits, {"ground_truth": 0})
     own = loops() - before
@@ -235,7 +234,7 @@ def test_closing_ends_the_event_loops():
 
 def test_a_loop_that_is_blocked_again_answers_again(monkeypatch):
     """The second block was answered by nobody, and the run waited for ever."""
-    monkeypatch.setattr(local_calls, "_LOOP_PATIENCE_S", 0.5)
+    monkeypatch.setattr(runner, "_LOOP_PATIENCE_S", 0.5)
     loop, releases = EventLoop(0.2), [threading.Event(), threading.Event()]
 
     async def blocks(release):
@@ -261,7 +260,7 @@ def test_what_an_async_call_raises_itself_is_no_deadline_of_ours(pool, error):
 
 
 def test_an_async_function_that_blocks_its_loop_is_given_up_and_later_rows_get_a_new_loop():
-    pool, release = ScoringPool(1, timeout_s=1.0), threading.Event()
+    pool, release = RewardRunner(1, timeout_s=1.0), threading.Event()
 
     async def blocks(ground_truth):
         if ground_truth == 0:
@@ -294,10 +293,11 @@ def test_async_calls_overlap_but_never_more_than_64(pool):
     assert most == 64
 
 
-def test_a_pool_that_nobody_has_any_more_ends_its_threads_and_processes():
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_pool_that_nobody_has_any_more_ends_its_threads_and_processes(retries):
     """A test of 50 managers had left 92 threads."""
     before = set(threading.enumerate())
-    pool = ScoringPool(2, 60.0)
+    pool = RewardRunner(2, 60.0, retries=retries)
     release = threading.Event()
 
     async def waits(ground_truth):
@@ -320,8 +320,22 @@ def test_a_pool_that_nobody_has_any_more_ends_its_threads_and_processes():
     assert not psutil.pid_exists(pid)
 
 
+def test_a_thread_that_cannot_start_leaves_no_later_call_without_an_answer(pool, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", raises_no_thread)
+        for _ in range(2):  # as many as the pool has threads
+            with pytest.raises(RuntimeError):
+                pool.submit(lambda ground_truth: ground_truth, {"ground_truth": 1})
+    for _ in range(2):
+        assert pool.submit(lambda ground_truth: ground_truth, {"ground_truth": 1}).result(10) == Score(1.0)
+
+
+def raises_no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+
 def test_closing_ends_the_processes():
-    pool = ScoringPool(2, 5.0)
+    pool = RewardRunner(2, 5.0)
     pids = {future.result(10).extra["pid"] for future in [pool.submit(behave, {"ground_truth": 1}) for _ in range(8)]}
     pool.close()
     deadline = time.monotonic() + 5
