@@ -64,10 +64,6 @@ MOVED = {
     "trainer/run/resources.py": ["trainer/ppo/resources.py"],
     "trainer/role.py": ["trainer/ppo/role.py"],
     "trainer/run/stop.py": ["trainer/run/loop.py"],
-    "workers/engine/fsdp/moments.py": ["workers/engine/fsdp/engine.py"],
-    "workers/engine/moments.py": ["backends/torchtitan/engine.py", "backends/megatron/engine.py"],
-    "workers/engine/saved.py": ["workers/engine/base.py", "workers/engine/checkpoint.py"],
-    "workers/training_worker.py": ["workers/engine/base.py", "workers/engine/fsdp/engine.py"],
     "generation/cpu/compiled.py": ["generation/cpu/kernels.py"],
     "generation/cpu/passes.py": [f"generation/cpu/{name}.py" for name in ("backend", "invariant", "paged")],
     "generation/cpu/prepacked.py": ["generation/cpu/linears.py"],
@@ -77,7 +73,6 @@ MOVED = {
     "generation/stream.py": ["generation/generation.py", "generation/engine.py"],
     "workers/rollout/request.py": ["workers/rollout/base.py"],
     "backends/vllm/stream.py": ["backends/vllm/engine.py"],
-    "workers/losses.py": ["workers/losses.py"],
 }
 
 Definitions = dict[str, list[str]]

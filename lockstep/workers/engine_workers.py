@@ -24,9 +24,8 @@ from lockstep.planner import Load, MemoryPlan, Model, Numbers, Rollout, RolloutN
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.workers.engine.base import OptimResult, TrainEngine
-from lockstep.workers.engine.precision import compute_dtype
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.engine.spec import EngineSpec, compute_dtype
 from lockstep.workers.losses import Loss, make_policy_loss
 from lockstep.workers.model_worker import ModelWorker, update_metrics, update_or_skip
 from lockstep.workers.policy import (

@@ -20,7 +20,7 @@ from lockstep.single_controller.base import Dispatch, Worker, register
 from lockstep.utils.garbage import freeze_objects
 from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
-from lockstep.workers.engine.sharded import local_part
+from lockstep.workers.engine.dtensor import local_part
 from lockstep.workers.engine.share_writer import ShareWriter
 
 _GIB = 2**30

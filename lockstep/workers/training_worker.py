@@ -30,11 +30,9 @@ from lockstep.planner import (
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import Dispatch, register
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
-from lockstep.workers.engine.micro_batches import LazySequence, join_rows
-from lockstep.workers.engine.precision import compute_dtype
+from lockstep.workers.engine.base import LazySequence, LossFn, OptimResult, TrainEngine, join_rows
 from lockstep.workers.engine.registry import make_engine
-from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.engine.spec import EngineSpec, compute_dtype
 from lockstep.workers.losses import make_fresh_value_loss, make_value_loss
 from lockstep.workers.model_worker import ModelWorker, update_metrics, update_or_skip
 

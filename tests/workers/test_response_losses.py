@@ -37,8 +37,8 @@ from lockstep.models.chunked_head import TokenOutputs
 from lockstep.models.packing import Budget, TokenRows, token_rows
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto
+from lockstep.workers.engine.dtensor import whole_tensor
 from lockstep.workers.engine.pending import read
-from lockstep.workers.engine.sharded import whole_tensor
 from lockstep.workers.response_losses import NUM_BINS, make_preference_loss, make_reward_loss
 from lockstep.workers.training_worker import score_rows
 

@@ -31,7 +31,7 @@ from lockstep.models.packing import Budget, PackedRows
 from lockstep.models.weight_files import WeightFiles
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
 from lockstep.workers.engine.spec import EngineSpec
 
@@ -96,7 +96,7 @@ class MegatronEngine(TrainEngine):
     def forward_backward(
         self, data: DataProto, loss: LossFn, budget: Budget, temperature: float = 1.0, entropy_grad: bool = False
     ) -> dict[str, Metric]:
-        """See TrainEngine. Gradients are reduced over the ranks in `optim_step`."""
+        """See TrainEngine. Gradients are reduced over the ranks in `_clip_gradients`."""
         if self.teacher is not None:
             return super().forward_backward(data, loss, budget, temperature, entropy_grad)
         packs, loss_pass = self._begin(data, loss, budget, temperature, entropy_grad)
@@ -113,7 +113,7 @@ class MegatronEngine(TrainEngine):
         return self.module(packed, read)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """Nothing to switch: megatron's schedule only adds up, and `optim_step` reduces."""
+        """Nothing to switch: megatron's schedule only adds up, and `_clip_gradients` reduces."""
         return nullcontext()
 
     def _forward(self, packs: Sequence[PackedRows], temperature: float) -> list[Tensor | None]:
@@ -156,14 +156,18 @@ class MegatronEngine(TrainEngine):
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 
-    def optim_step(self) -> OptimResult:
+    def _clip_gradients(self, max_norm: float) -> float:
+        """See TrainEngine. The optimizer clips them in its step."""
         assert self._optimizer is not None, "a frozen engine cannot learn"
         finalize_model_grads([self.module])
-        norm = self._optimizer.gradient_norm()
-        return self._updates.make(norm, partial(self._optimizer.step, norm), self._clear_gradients)
+        return self._optimizer.gradient_norm()
+
+    def _apply_gradients(self, norm: float, lr: float) -> None:
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        self._optimizer.step(norm, lr)
 
     def _clear_gradients(self) -> None:
-        assert self._optimizer is not None
+        assert self._optimizer is not None, "a frozen engine cannot learn"
         assert isinstance(self.module, DistributedDataParallel)
         self.module.zero_grad_buffer()
         self._optimizer.zero_grad()

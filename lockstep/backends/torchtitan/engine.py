@@ -23,11 +23,10 @@ from lockstep.models.packing import Budget, PackedRows
 from lockstep.models.weight_files import WeightFiles
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto
-from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, OptimResult, TrainEngine
+from lockstep.workers.engine.base import LANGUAGE_COLUMNS, LossFn, TrainEngine
 from lockstep.workers.engine.checkpoint import Progress
-from lockstep.workers.engine.moments import moment_of, read_moments, set_steps, steps_of
-from lockstep.workers.engine.optim import make_adamw, step_adamw
-from lockstep.workers.engine.sharded import ReadRows, clip_grad_norm, read_shards
+from lockstep.workers.engine.dtensor import ReadRows, clip_grad_norm, read_shards
+from lockstep.workers.engine.optim import make_adamw, moment_of, read_sharded_moments, set_steps, step_adamw, steps_of
 from lockstep.workers.engine.spec import EngineSpec
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -119,14 +118,20 @@ class TorchtitanEngine(TrainEngine):
             self.module.set_is_last_backward(enabled)
         yield
 
-    def optim_step(self) -> OptimResult:
-        assert self._optimizer is not None, "a frozen engine cannot learn"
+    def _clip_gradients(self, max_norm: float) -> float:
         if self._has_copies:
             self._sum_tied()
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         counted = [gradient for name, gradient in gradients.items() if self._owners[name] == self._layout.stage]
-        norm = clip_grad_norm(gradients.values(), self._updates.max_norm, counted, self._layout.stages)
-        return self._updates.make(norm, partial(step_adamw, self._optimizer), self._optimizer.zero_grad)
+        return clip_grad_norm(gradients.values(), max_norm, counted, self._layout.stages)
+
+    def _apply_gradients(self, norm: float, lr: float) -> None:
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        step_adamw(self._optimizer, lr)
+
+    def _clear_gradients(self) -> None:
+        assert self._optimizer is not None, "a frozen engine cannot learn"
+        self._optimizer.zero_grad()
 
     def _sum_tied(self) -> None:
         """Give both copies of a tied embedding the gradient of both: they start alike, so they stay alike."""
@@ -150,7 +155,7 @@ class TorchtitanEngine(TrainEngine):
 
     def _read_moments(self, kind: str, read: ReadRows) -> None:
         assert self._optimizer is not None
-        read_moments(self._optimizer, self._parameters, kind, read)
+        read_sharded_moments(self._optimizer, self._parameters, kind, read)
 
     def _steps(self) -> dict[str, int]:
         assert self._optimizer is not None

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models.attention import packed_attention
 from lockstep.models.chunked_head import Read, VocabularyPart
-from lockstep.workers.engine.sharded import local_part
+from lockstep.workers.engine.dtensor import local_part
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from lockstep.backends.torchtitan.model import PackedDecoder
-from lockstep.workers.engine.sharded import whole_tensor
+from lockstep.workers.engine.dtensor import whole_tensor
 
 _BACKEND = "partial_dtensor"
 """DTensors over the tensor-parallel ranks only. torchtitan's other two ways need a newer FSDP, or DTensors from the data on."""

@@ -10,10 +10,9 @@ from lockstep.models.recompute import apply_recompute
 from lockstep.models.scores import read_scores
 from lockstep.models.weight_files import WeightSource
 from lockstep.workers.engine.checkpoint import ModelFolder
-from lockstep.workers.engine.fsdp import sharded_model, sharding
+from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
-from lockstep.workers.engine.precision import compute_dtype
-from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.engine.spec import EngineSpec, compute_dtype
 
 
 class VeOmniEngine(FSDPEngine):
@@ -35,14 +34,14 @@ class VeOmniEngine(FSDPEngine):
         self.folder = ModelFolder.of(plain)
         assert isinstance(self.module, PreTrainedModel)
         check_packing(self.module, self.module, str(spec.model.path), device, self.dtype)
-        sharded_model.reshard(self.module)
+        sharding.reshard(self.module)
         self.decoder = spec.decoder(plain)
 
     def _shard(
         self, module: PreTrainedModel, config: FSDPConfig, meshes: sharding.Meshes, source: WeightSource | None
     ) -> nn.Module:
         assert source is not None
-        module.register_forward_hook(sharded_model.own_logits)  # before FSDP's own hook, which looks at the output
+        module.register_forward_hook(sharding.own_logits)  # before FSDP's own hook, which looks at the output
         sharded = shard_model(module, self.dtype)
         sharding.fill(sharded, source.read)
         return sharded

@@ -119,8 +119,8 @@ def check_engines(config: PPOConfig, device: str | None = None, capability: tupl
     from lockstep.models.load import Head
     from lockstep.models.routers import check_replay
     from lockstep.utils.device import resolve_device
-    from lockstep.workers.engine.precision import compute_dtype
     from lockstep.workers.engine.registry import check_engine
+    from lockstep.workers.engine.spec import compute_dtype
 
     policy, critic, judge = config.actor_rollout_ref, config.critic, config.reward_model
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes

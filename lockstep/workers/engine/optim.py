@@ -1,20 +1,22 @@
-"""What every engine does at an update: the learning rate as a function of the update's number (nothing to save, nothing to restore), the
-check of the gradient, and torch's AdamW with the place of its state."""
+"""What every engine does at an update: the learning rate, the check of the gradient, and torch's AdamW with the place of its state.
+
+The learning rate is a function of the update's number, so there is nothing to save or restore.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine import OptimConfig
-from lockstep.errors import NumericalError
+from lockstep.workers.engine.dtensor import ReadRows, read_shards
 
 if TYPE_CHECKING:
     pass
@@ -32,31 +34,24 @@ class OptimResult:
 
 @dataclass(slots=True)
 class Updates:
-    """The updates of one model: those that are done, and how the next is made."""
+    """The updates of one model: how many are done, and the numbers of the next."""
 
     config: OptimConfig | None
-    """None of a frozen model, which has none."""
+    """None for a frozen model."""
     total: int
     done: int = 0
 
     @property
     def max_norm(self) -> float:
-        """The norm to which a gradient is clipped."""
-        assert self.config is not None
+        """The norm to which the gradient is clipped."""
+        assert self.config is not None, "a frozen engine cannot learn"
         return self.config.clip_grad or math.inf
 
-    def make(self, norm: float, step: Callable[[float], None], clear: Callable[[], None]) -> OptimResult:
-        """`step(learning rate)`, then `clear` the gradients, whose norm before clipping is `norm`. Raises NumericalError, without a step,
-        where it is not finite."""
-        assert self.config is not None
-        if not math.isfinite(norm):
-            clear()
-            raise NumericalError(f"the gradient norm is {norm} at update {self.done}; no weight was changed")
-        lr = learning_rate(self.done, self.total, self.config)
-        step(lr)
-        clear()
-        self.done += 1
-        return OptimResult(grad_norm=norm, lr=lr)
+    @property
+    def next_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        assert self.config is not None, "a frozen engine cannot learn"
+        return learning_rate(self.done, self.total, self.config)
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -97,3 +92,33 @@ def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float
     progress = min(1.0, max(0, update - start) / max(1, total_updates - 1 - start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0 - progress
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+
+
+Named = Mapping[str, nn.Parameter]
+"""Hugging Face name -> parameter that learns."""
+
+
+def moment_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str) -> Tensor:
+    """What this rank has of a moment."""
+    state = optimizer.state.get(parameter)
+    return state[kind] if state else torch.zeros_like(parameter)
+
+
+def read_sharded_moments(optimizer: torch.optim.Optimizer, parameters: Named, kind: str, read: ReadRows) -> None:
+    """Replace a moment of parameters that are DTensors."""
+    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in parameters.items()}
+    read_shards(moments.items(), read)
+    for name, parameter in parameters.items():
+        optimizer.state[parameter][kind] = moments[name]
+
+
+def steps_of(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, int]:
+    """The updates of each parameter."""
+    return {name: int(optimizer.state[p]["step"]) if p in optimizer.state else 0 for name, p in parameters.items()}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, parameters: Named, steps: Mapping[str, int]) -> None:
+    """Replace the updates of each parameter, where fused AdamW keeps them."""
+    for name, parameter in parameters.items():
+        step = torch.tensor(float(steps[name]), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter]["step"] = step

@@ -1,29 +1,58 @@
-"""ShareWriter: writes what one rank has to write of a checkpoint, at once, or from copies in host memory while the run goes on.
+"""ShareWriter: writes one rank's share of a checkpoint, at once or from copies in host memory while the run continues.
 
-A rank whose disk is full must not leave the others alone in a collective, so nothing is raised while tensors are gathered: what went wrong
-is in the report.
+A rank whose disk is full must not leave the others alone in a collective, so nothing is raised while tensors are gathered: the report has
+the error.
 """
 
 import json
+import mmap
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.checkpoint import write_child
 from lockstep.checkpoint.folders import sync
 from lockstep.checkpoint.manifest import Entry, entry_of
 from lockstep.checkpoint.saver import describe_failure, write_report
-from lockstep.models.weight_files import Tensors, placed, write_weights
+from lockstep.models.weight_files import Tensors, layout, placed, write_weights
 from lockstep.utils.memory import available_ram
 from lockstep.workers.engine.checkpoint import Specs, num_bytes
-from lockstep.workers.engine.host_file import HostFile
+
+
+class HostFile:
+    """Filled by `put`, written by whoever maps `memory`. Of a GPU's tensors the memory is pinned, which is faster.
+
+    Making it takes six times as long as filling it, so it is kept from save to save.
+    """
+
+    def __init__(self, specs: Specs, device: torch.device) -> None:
+        self.specs = dict(specs)
+        start, self.places, self.size = layout(specs)
+        self.memory = os.memfd_create("checkpoint")
+        weakref.finalize(self, os.close, self.memory)
+        os.ftruncate(self.memory, self.size)
+        self._bytes = torch.frombuffer(mmap.mmap(self.memory, self.size, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+        self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        if device.type == "cuda":
+            cudart = torch.cuda.cudart()
+            # Memory that the system does not let us pin works too; it is slower.
+            if int(cudart.cudaHostRegister(self._bytes.data_ptr(), self.size, 0)) == 0:
+                weakref.finalize(self, cudart.cudaHostUnregister, self._bytes.data_ptr()).atexit = False
+
+    def put(self, place: int, tensor: Tensor) -> None:
+        """Begin to copy a tensor to its place. One of a GPU is there when the device has been waited for."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._bytes[place : place + len(data)].copy_(data, non_blocking=True)
+
 
 _SHARE_OF_RAM = 0.2
 """Weights, or one of two moments, that would take more of the free host memory on all ranks together than this are written at once."""

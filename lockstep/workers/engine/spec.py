@@ -1,4 +1,4 @@
-"""EngineSpec: what is asked of a training engine, and what every backend makes of it in the same way."""
+"""EngineSpec: the model, the optimizer and the device of one training engine, and what every backend derives from them."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,13 @@ from lockstep.models.hf_config import read_model_config
 from lockstep.models.load import Head, load_model, load_on_meta, share_structure, take_weights
 from lockstep.models.recompute import choose_recompute, free_memory
 from lockstep.models.weight_files import WeightSource
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of the computation: "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ from lockstep.models.load import Head, check_packing
 from lockstep.models.lora import Lora
 from lockstep.models.recompute import apply_recompute
 from lockstep.models.routers import routers
-from lockstep.workers.engine.fsdp import sharded_model
+from lockstep.workers.engine.fsdp import sharding
 from lockstep.workers.engine.fsdp.engine import FSDPEngine
-from lockstep.workers.engine.fsdp.mixture import MixtureEngine
-from lockstep.workers.engine.precision import compute_dtype
-from lockstep.workers.engine.spec import EngineSpec
+from lockstep.workers.engine.spec import EngineSpec, compute_dtype
 
 
 def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
-    """See registry.make_engine."""
-    config, model, device = choice.fsdp_config, spec.model, spec.device
+    """Return the engine; see registry.make_engine."""
+    config = choice.fsdp_config
+    model = spec.model
+    device = spec.device
     adapts = model.adapts and spec.optim is not None
     check_fit(model, spec.head, "model", learns=spec.optim is not None)
     # A rank that will keep a part of the model never holds the whole of it. One rank keeps what was loaded, without a copy.
@@ -45,19 +45,26 @@ def make(choice: EngineChoice, spec: EngineSpec) -> FSDPEngine:
     if source is not None:  # what was loaded whole has been checked
         with engine.on_device():
             check_packing(engine.module, module, str(model.path), device, engine.dtype)
-            sharded_model.reshard(engine.module)
+            sharding.reshard(engine.module)
     engine.decoder = decoder
     return engine
 
 
 def engine_class(module: PreTrainedModel, head: Head) -> type[FSDPEngine]:
-    """The engine of this model. Scores are not read where responses are predicted, so nobody watches the routers of their model."""
-    return MixtureEngine if routers(module) and head is not Head.SCORE else FSDPEngine
+    """Return the engine class of this model. A score model's routers are not watched: scores are not read where responses are predicted."""
+    if head is Head.SCORE or not routers(module):
+        return FSDPEngine
+    from lockstep.workers.engine.fsdp.mixture import MixtureEngine
+
+    return MixtureEngine
 
 
 def _version(choice: EngineChoice, adapts: bool) -> int:
-    """The version of FSDP behind a strategy. `fsdp` is FullyShardedDataParallel where ranks share a model, and fsdp2's code elsewhere:
-    where a rank has the whole model, FullyShardedDataParallel gives float32 parameters gradients in half precision, and reduces none over
-    groups of one rank; with adapters it does not put back tied weights that are frozen."""
+    """Return the version of FSDP behind a strategy.
+
+    `fsdp` is FullyShardedDataParallel if ranks share a model, and fsdp2's code otherwise: on a rank with the whole model,
+    FullyShardedDataParallel gives float32 parameters gradients in half precision and reduces none over groups of one rank; with adapters it
+    does not put back tied weights that are frozen.
+    """
     ranks_of_a_copy = 1 if choice.fsdp_config.fsdp_size == 1 else dist.get_world_size()
     return 1 if choice.strategy == "fsdp" and ranks_of_a_copy > 1 and not adapts else 2

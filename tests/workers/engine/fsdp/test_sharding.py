@@ -12,7 +12,7 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lockstep.workers.engine.fsdp import sharded_model
+from lockstep.workers.engine.fsdp import sharding
 
 
 def test_two_copies_of_two_shards_learn_as_one_and_continue_on_one_rank(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_fsdp1_gathers_one_layer_at_a_time(tmp_path: Path) -> None:
         engine = make_tiny_engine(path, "fsdp")
         units = [unit for unit in engine.module.modules() if isinstance(unit, FullyShardedDataParallel)]
         largest = 0
-        for _name, tensor in sharded_model.whole_tensors(engine.module):
+        for _name, tensor in sharding.whole_tensors(engine.module):
             assert torch.isfinite(tensor).all()
             whole = [
                 unit for unit in units if unit._handle is not None and unit._handle.is_sharded(unit._handle.flat_param) is False

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.workers.engine.micro_batches import LazySequence
+from lockstep.workers.engine.base import LazySequence
 
 
 def test_an_item_is_made_when_it_is_read_and_only_once() -> None:
