@@ -38,10 +38,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "check": ("lockstep.tools.check", "check a loss or estimator of your own: does batching change it?"),
         "verify-resume": ("lockstep.tools.verify_resume", "kill a short run and compare its end with one that was not killed"),
         "capsule": (
-            "lockstep.tools.replay.make",
+            "lockstep.tools.replay.capsule",
             "write one step of a run to a file: rows, configuration, versions, weights' name",
         ),
-        "replay": ("lockstep.tools.replay", "repeat the step of a capsule here, and name the first metric that differs"),
+        "replay": ("lockstep.tools.replay.command", "repeat the step of a capsule here, and name the first metric that differs"),
     },
     "coming from verl": {
         "verl-keys": ("lockstep.compat.verl_keys.command", "turn a verl script or YAML file into a Lockstep command, key by key"),

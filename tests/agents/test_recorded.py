@@ -16,8 +16,8 @@ from lockstep.agents import Action
 from lockstep.agents.recorded import Recorder, recorded_class
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
-from lockstep.tools import replay
-from lockstep.tools.replay import make
+from lockstep.tools.replay import capsule as capsule_command
+from lockstep.tools.replay import command as replay
 from lockstep.trainer import main_ppo
 
 
@@ -53,7 +53,7 @@ def test_a_step_is_done_again_without_its_environments_failures_and_all(chat_mod
     run(chat_model, tmp_path, *more, kwargs=kwargs)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("agent/retries", 0) for row in rows) > 0
-    assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
+    assert capsule_command.main([str(tmp_path / "run"), "--step", "2"]) == 0
     forget(monkeypatch, environments.Breaks)
     assert replay.main([str(tmp_path / "run" / "capsule_step_2.json"), "trainer.device=cpu"]) == 0
     assert "step 2: as it was" in capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_greedy_baselines_and_missing_episodes_are_replayed_too(chat_model, tmp_
     file = tmp_path / "run" / "episodes" / "1.jsonl.gz"
     lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).decode().splitlines()]
     assert len(lines) == 4 * 2 + 4
-    assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
+    assert capsule_command.main([str(tmp_path / "run"), "--step", "2"]) == 0
     forget(monkeypatch, environments.Breaks)
     assert replay.main([str(tmp_path / "run" / "capsule_step_2.json"), "trainer.device=cpu"]) == 0
     assert "step 1: as it was\nstep 2: as it was" in capsys.readouterr().out.replace("\r", "")

@@ -1,4 +1,4 @@
-"""Which keys of a capsule are safe to use: a capsule may come from a stranger, and some keys name code that a run imports or starts.
+"""Which keys of a repro file are safe to use: the file may come from a stranger, and some keys name code that a run imports or starts.
 
 Every key that can hold a text, a list, a mapping or a switch has a handling here. A key without one is refused, so a new key of the
 configuration is not used from a file before its author has decided.
@@ -58,7 +58,7 @@ _UNSET: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def handling(key: str, kind: Any) -> Handling:
-    """How replay handles `key`, whose type in the configuration is `kind`. Numbers and switches that are not listed are inert."""
+    """Return how replay handles `key`, whose type in the configuration is `kind`. Numbers and switches that are not listed are inert."""
     for found, patterns in _HANDLINGS.items():
         if any(fnmatchcase(key, pattern) for pattern in patterns):
             return found
@@ -83,7 +83,10 @@ def check_safe(config: Mapping[str, Any], root: type, given: Collection[str], tr
         if value in _UNSET or {key, schema_key} & set(given):
             continue
         needed = handling(schema_key, type_of(schema_key, root))
-        is_safe = _is_text(value) if needed is Handling.TEXT else needed is Handling.WORD and _is_word(value)
+        if needed is Handling.TEXT:
+            is_safe = _is_text(value)
+        else:
+            is_safe = needed is Handling.WORD and _is_word(value)
         if not is_safe and (needed is Handling.COMMAND_LINE or not trust):
             refused.append((key, value, needed))
     if refused:
@@ -110,7 +113,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _prefixes(key: str) -> Iterator[str]:
-    """The key, and what it is inside of: the keys of a free-form mapping are not in the configuration's classes."""
+    """Yield the key and the keys around it: the keys of a free-form mapping are not in the configuration's classes."""
     while key:
         yield key
         key = key.rpartition(".")[0]
@@ -125,7 +128,7 @@ def _is_word(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether no text in it is an interpolation, but of an environment variable (as `redacted` writes secrets)."""
+    """Return whether no text in the value is an interpolation, except of an environment variable (as `redacted` writes secrets)."""
     if isinstance(value, list):
         return all(map(_is_text, value))
     return not isinstance(value, str) or "${" not in _ENVIRONMENT.sub("", value)

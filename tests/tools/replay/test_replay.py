@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import NumericalError
-from lockstep.tools import replay
-from lockstep.tools.replay import first_difference, make
+from lockstep.tools.replay import capsule as capsule_command
+from lockstep.tools.replay import command as replay
+from lockstep.tools.replay.command import first_difference
 from lockstep.trainer import main_ppo, main_sft
 from lockstep.workers.engine.base import TrainEngine
 
@@ -39,9 +40,9 @@ def test_steps_come_out_as_they_were_without_the_runs_files_and_a_change_is_name
         "trainer.val_before_train_samples": 2,
     }
     assert sft(tmp_path, embedded_task, **{"trainer.project_name": "a-very-secret-value"}, **validation) == 0
-    assert make.main([str(tmp_path / "run"), "--step", "4"]) == 0
+    assert capsule_command.main([str(tmp_path / "run"), "--step", "4"]) == 0
     file = tmp_path / "run" / "capsule_step_4.json"
-    assert make.main([str(tmp_path / "run"), "--step", "9"]) == 1
+    assert capsule_command.main([str(tmp_path / "run"), "--step", "9"]) == 1
     assert "has no step 9" in capsys.readouterr().err
     capsule = json.loads(file.read_text())
     assert (capsule["from_step"], [row["step"] for row in capsule["metrics"]], len(capsule["rows"])) == (2, [3, 4], 4)
@@ -100,9 +101,9 @@ def test_a_step_of_ppo_generates_the_same_responses(embedded_task: Any, tmp_path
     arguments += [f"trainer.rollout_data_dir={written}", f"trainer.record_batch_dir={written}", "trainer.record_batch_freq=1"]
     assert main_ppo.main(arguments) == 0
     shutil.rmtree(written)
-    assert make.main([str(tmp_path), "--step", "3"]) == 0
+    assert capsule_command.main([str(tmp_path), "--step", "3"]) == 0
     shutil.rmtree(tmp_path / "global_step_2")  # two steps then, from the first checkpoint
-    assert make.main([str(tmp_path), "--step", "3", "--out", str(tmp_path / "two.json")]) == 0
+    assert capsule_command.main([str(tmp_path), "--step", "3", "--out", str(tmp_path / "two.json")]) == 0
     capsys.readouterr()
     assert replay.main([str(tmp_path / "two.json")]) == 0
     said = capsys.readouterr().out
@@ -136,7 +137,7 @@ def test_a_step_that_took_several_batches_of_prompts_is_replayed_with_their_rows
         f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu",
     ]  # fmt: skip
     assert main_ppo.main(arguments) == 0
-    assert make.main([str(tmp_path), "--step", "2"]) == 0
+    assert capsule_command.main([str(tmp_path), "--step", "2"]) == 0
     capsule = json.loads((tmp_path / "capsule_step_2.json").read_text())
     taken = sum(row["training/num_gen_batches"] for row in capsule["metrics"])
     assert taken > 2
@@ -151,7 +152,7 @@ def test_a_run_that_keeps_its_best_checkpoint_by_a_validation_is_replayed_withou
 ) -> None:
     validated = {"data.val_files": tmp_path / "train.jsonl", "trainer.best_metric": "val/nll", "trainer.best_is_lowest": "true"}
     assert sft(tmp_path, embedded_task, **validated, **{"trainer.test_freq": 1, "trainer.total_training_steps": 2}) == 0
-    assert make.main([str(tmp_path / "run"), "--step", "2"]) == 0
+    assert capsule_command.main([str(tmp_path / "run"), "--step", "2"]) == 0
     capsys.readouterr()
     assert replay.main([str(tmp_path / "run" / "capsule_step_2.json")]) == 0
     assert "step 2: as it was" in capsys.readouterr().out

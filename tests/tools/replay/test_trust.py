@@ -14,7 +14,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.reference import ROOTS
 from lockstep.config.sft import SFTConfig
 from lockstep.errors import ConfigError
-from lockstep.tools import replay
+from lockstep.tools.replay import command as replay
 from lockstep.tools.replay.trust import _HANDLINGS, Handling, check_safe, handling
 
 KEYS = {key: type_of(key, root) for root in ROOTS.values() for key in valid_keys(root)}
@@ -22,8 +22,8 @@ INERT_SWITCHES = {
     "optimizer_offload", "param_offload", "reshard_after_forward", "use_torch_compile", "sequence_parallel",
     "use_distributed_optimizer", "shuffle", "use_kl_loss", "enable_gradient_checkpointing", "batch_invariant", "enforce_eager",
     "fallback_to_hf", "free_cache_engine", "router_replay", "record", "enable", "norm_adv_by_std_in_grpo", "bypass_mode",
-    "rollout_is_batch_normalize", "use_kl_in_reward", "enable_resource_pool", "filter_overlong_prompts", "skip_identical",
-    "best_is_lowest", "report_ratio", "save_in_background", "val_before_train", "val_only",
+    "rollout_is_batch_normalize", "use_kl_in_reward", "enable_resource_pool", "filter_overlong_prompts", "filter_overlong_rows",
+    "skip_identical", "best_is_lowest", "report_ratio", "save_in_background", "val_before_train", "val_only",
 }  # fmt: skip
 """Last parts of switches that run no code of a stranger. A new switch belongs here or in trust.py: decide which."""
 
