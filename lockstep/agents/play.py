@@ -25,7 +25,7 @@ from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_h
 from lockstep.agents.parsers import Parse
 from lockstep.agents.parsers.parsed import as_json
 from lockstep.config.sampling import SamplingParams
-from lockstep.data.truncate import truncate
+from lockstep.data.encoder import truncate
 from lockstep.errors import DataError
 from lockstep.utils.garbage import rare_collections
 from lockstep.workers.rollout.base import RolloutEngine

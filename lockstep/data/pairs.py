@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from lockstep.data.conversations import MarkedText, Message, choose_messages, read_messages
-from lockstep.data.text_sizes import row_sizes
+from lockstep.data.encoder import truncate
+from lockstep.data.row_files import row_sizes
 from lockstep.data.token_rows import TokenRow, TooLong, columns, fit, up_to_last_trained
 from lockstep.data.training_rows import FileRow, TrainingRows
-from lockstep.data.truncate import truncate
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
 
@@ -36,7 +36,7 @@ class PairDataset(TrainingRows):
     leading messages, or text up to the last common `Assistant:` of Anthropic's form, or up to the last common blank. The assistant's
     messages after it are trained. Every response ends with a special token: the template's end of turn, else the tokenizer's end token.
 
-    With `whole` the response goes on to the end of what the template writes, as a reward model reads it (scored_text.py).
+    With `whole` the response goes on to the end of what the template writes, as a reward model reads it (ScoredText).
 
     Pairs without `prompt` whose users say different things are warned of, once, with their number.
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lockstep.data.encoder import PromptEncoder, Shown
-from lockstep.data.prompt_checks import Length, choose_rows, find_overlong, read_column
-from lockstep.data.row_files import RowFiles
+from lockstep.data.encoder import TRUNCATIONS, Length, PromptEncoder, Shown, find_overlong, truncate
+from lockstep.data.row_files import RowFiles, choose_rows, read_column
 from lockstep.data.tag import Tag
-from lockstep.data.truncate import TRUNCATIONS, truncate
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Tag: what a row of data says about how it is to be rewarded."""
+"""Tag: what a row of data says about its reward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.row_errors import wrong_reward_model
+from lockstep.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,12 @@ class Tag:
         given = tuple(sorted((str(name), float(weight)) for name, weight in weights.items() if weight is not None))
         has_cases, has_truth = (reward_model.get(name) is not None for name in ("test_cases", "ground_truth"))
         return cls(data_source, reward_model.get("style"), has_cases, given, has_truth)
+
+
+def wrong_reward_model(data_source: str | None, reward_model: Any) -> DataError:
+    """Return the error about a column `reward_model` that is not a struct, or whose weights are not a mapping."""
+    where = f"(data_source {data_source!r})"
+    if not isinstance(reward_model, dict):
+        form = 'a struct such as {"style": "rule", "ground_truth": ...}'
+        return DataError(f"reward_model must be {form}, not {reward_model!r:.200} {where}")
+    return DataError(f"reward_model.weights must map judges to numbers, not {reward_model['weights']!r} {where}")

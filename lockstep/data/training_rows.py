@@ -14,11 +14,9 @@ import numpy as np
 from lockstep.config.check import one_of
 from lockstep.config.data import DataConfig
 from lockstep.data.conversations import ChatTemplate, MarkedText, Message, read_json, read_messages
-from lockstep.data.prompt_checks import choose_rows
+from lockstep.data.encoder import tokens_beyond_bytes
 from lockstep.data.rl_dataset import TRUNCATIONS
-from lockstep.data.row_files import RowFiles
-from lockstep.data.text_sizes import row_sizes
-from lockstep.data.token_bound import tokens_beyond_bytes
+from lockstep.data.row_files import RowFiles, choose_rows, row_sizes
 from lockstep.data.token_rows import SpanTokenizer, TokenRow, TooLong
 from lockstep.errors import DataError
 from lockstep.observability.spans import progress

@@ -135,7 +135,7 @@ def sampling_of(options: argparse.Namespace, stop_token_ids: tuple[int, ...]) ->
 
 def _read_prompts(path: str) -> list[Any]:
     """The column `prompt` of a parquet, json or jsonl file; the lines of another file, or of standard input (-)."""
-    from lockstep.data.prompt_checks import prompt_fault
+    from lockstep.data.encoder import prompt_fault
     from lockstep.data.row_files import RowFiles
 
     if path.endswith((".parquet", ".json", ".jsonl")):

@@ -24,8 +24,8 @@ from lockstep.config.auto import tokens_in_words
 from lockstep.config.follow import for_rows
 from lockstep.config.load import fitted
 from lockstep.config.stage import STAGE_KEYS, StageConfig
+from lockstep.data.row_files import describe_data, warn_of_other_data
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.data.seen import seen_data, tell_of_other_data
 from lockstep.models.weight_files import count_parameters
 from lockstep.observability.display import View, make_display
 from lockstep.observability.metrics import Metric, merge_metrics, values
@@ -97,7 +97,7 @@ class StageRun(Run):
         total_steps = section.total_training_steps or self.schedule.steps_per_epoch * section.total_epochs
         super().__init__(config, total_steps, make_display(view=self.view), has_validation=val_data is not None)
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
-        self.seen_data = seen_data(data, len(train_data))
+        self.describe_data = describe_data(data, len(train_data))
         self.rows_per_step, self.longest = data.train_batch_size, data.max_length
         self._worker_cls, self._make_loss = worker_cls, make_loss
         self._ahead: tuple[int, Future[DataProto]] | None = None
@@ -216,7 +216,7 @@ class StageRun(Run):
         return getattr(self.train_data, "rows", self.train_data), self.schedule
 
     def _state(self) -> dict[str, Any]:
-        return {"numbers": self.workers.numbers, **self.seen_data}
+        return {"numbers": self.workers.numbers, **self.describe_data}
 
     def _save(self, folder: Path) -> list[Path]:
         reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
@@ -231,7 +231,7 @@ class StageRun(Run):
         self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        tell_of_other_data(state, self.seen_data, self.display.message)
+        warn_of_other_data(state, self.describe_data, self.display.message)
         self.model_wg.load_checkpoint(str(folder / MODEL))
 
     def _describe(self) -> str:

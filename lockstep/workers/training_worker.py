@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.config.critic import CriticConfig
 from lockstep.config.reward import RewardModelConfig
-from lockstep.data.scored_text import ScoredText
+from lockstep.data.token_rows import ScoredText
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget, cut_into_micro_batches, pack_sequences
 from lockstep.observability.metrics import Metric

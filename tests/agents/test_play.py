@@ -18,7 +18,7 @@ from lockstep.agents.play import Limits, Player, Task
 from lockstep.agents.rendered import TemplateBridge
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.data.truncate import truncate
+from lockstep.data.encoder import truncate
 from lockstep.errors import DataError
 from lockstep.generation.engine import NativeRollout
 from lockstep.generation.open_scheduler import OpenScheduler

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.data.encoder import PromptEncoder
-from lockstep.data.token_bound import num_bytes
+from lockstep.data.encoder import PromptEncoder, num_bytes
 from lockstep.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import rl_dataset
+from lockstep.data.encoder import truncate
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.tag import Tag
-from lockstep.data.truncate import truncate
 from lockstep.errors import ConfigError, DataError
 
 SAMPLES = Path(__file__).parents[3] / "shared/data"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.row_files import RowFiles, data_files
-from lockstep.data.text_sizes import row_sizes
+from lockstep.data import row_files
+from lockstep.data.row_files import RowFiles, data_files, describe_data, row_sizes, text_sizes, warn_of_other_data
 from lockstep.errors import DataError
 
 NUM_ROWS = 50_000
@@ -132,3 +134,65 @@ def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path, monkeypat
     for nothing in ("*.parquet", tmp_path / "none", tmp_path, "no[x]"):
         with pytest.raises(DataError, match=r"none|tmp|parquet|no\[x\]"):
             RowFiles([nothing])
+
+
+WORDS = st.none() | st.text("abc", max_size=4)
+
+
+@given(
+    st.lists(
+        st.none()
+        | st.lists(
+            st.none() | st.fixed_dictionaries({"content": WORDS, "parts": st.none() | st.lists(WORDS), "n": st.integers(0, 9)})
+        )
+    ),
+    st.integers(0, 3),
+)
+def test_sizes_of_nested_text_are_the_same_in_arrow_and_python(values, start):
+    kind = pa.list_(pa.struct({"content": pa.string(), "parts": pa.large_list(pa.large_string()), "n": pa.int64()}))
+    assert text_sizes(pa.array(values, kind)[start:]).tolist() == text_sizes(values[start:]).tolist()
+
+
+def of_files(files, num_rows):
+    return describe_data(SimpleNamespace(train_files=files), num_rows)
+
+
+def warned(then, now):
+    """The warnings, in one text."""
+    said = []
+    warn_of_other_data(then, now, said.append)
+    return " ".join(said)
+
+
+ROWS = [f'{{"prompt": "{i:09}"}}\n' for i in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def small_ends(monkeypatch):
+    monkeypatch.setattr(row_files, "_END_BYTES", 64)
+
+
+def state(folder, rows, num_rows=20, name="rows.jsonl"):
+    """What a checkpoint keeps of this file, read back."""
+    (folder / name).write_text("".join(rows))
+    return json.loads(json.dumps(of_files([str(folder / name)], num_rows)))
+
+
+def test_the_same_rows_are_the_same_data_wherever_they_lie(tmp_path):
+    (tmp_path / "moved").mkdir()
+    then = state(tmp_path, ROWS)
+    assert not warned(then, state(tmp_path / "moved", ROWS, name="other_name.jsonl"))
+    assert not warned({"num_train_rows": 20}, then), "a checkpoint of a version without a digest"
+
+
+@pytest.mark.parametrize("rows", [ROWS + ROWS[:1], ["x" * len(ROWS[0]), *ROWS[1:]], [*ROWS[:-1], "x" * len(ROWS[0])]])
+def test_other_rows_are_said_also_where_as_many_are_trained_on(tmp_path, rows):
+    assert "contents of data.train_files" in warned(state(tmp_path, ROWS), state(tmp_path, rows))
+
+
+def test_another_number_of_rows_is_said_with_both(tmp_path):
+    assert "100 training rows, now there are 60" in warned(state(tmp_path, ROWS, 100), state(tmp_path, ROWS[:60], 60))
+
+
+def test_what_is_no_file_has_no_part(tmp_path):
+    assert of_files("a://table", 3) == of_files(None, 3) == of_files([str(tmp_path / "none")], 3)

@@ -15,9 +15,9 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.compat.verl import functions
+from lockstep.compat.verl.padded import prompt_loader
 from lockstep.compat.verl_keys.command import our_config
 from lockstep.config import PPOConfig
-from lockstep.data.padded import prompt_loader
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, share_rows
 from lockstep.single_controller.local import LocalWorkerGroup

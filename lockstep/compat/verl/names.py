@@ -59,8 +59,8 @@ ADDED: dict[str, dict[str, str]] = {
         "auto_set_device": f"{OURS}.functions:nothing",
     },
     "utils.tokenizer": {"hf_processor": f"{OURS}.functions:nothing"},
-    "utils.dataset": _named("lockstep.data.padded", "collate_fn"),
-    "utils.dataset.rl_dataset": _named("lockstep.data.padded", "collate_fn"),
+    "utils.dataset": _named("lockstep.compat.verl.padded", "collate_fn"),
+    "utils.dataset.rl_dataset": _named("lockstep.compat.verl.padded", "collate_fn"),
     "utils.reward_score": {
         "_default_compute_score": "lockstep.rewards.graders:default_compute_score",
         **_same("lockstep.judging.math", "math_reward math_verify prime_math"),

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.prompt_checks import choose_rows
-from lockstep.data.row_files import RowFiles
+from lockstep.data.row_files import RowFiles, choose_rows
 from lockstep.errors import DataError
 from lockstep.tools.evaluate.question import Question, digest
 from lockstep.trainer.ppo.prompts import open_dataset

@@ -20,8 +20,8 @@ from lockstep.config.arithmetic import describe
 from lockstep.config.follow import for_rows
 from lockstep.config.load import as_config, fitted
 from lockstep.config.ppo import PPOConfig
+from lockstep.data.row_files import describe_data
 from lockstep.data.schedule import PromptSchedule
-from lockstep.data.seen import seen_data
 from lockstep.models.hf_config import stop_token_ids
 from lockstep.observability.display import make_display
 from lockstep.observability.trackers import check_trackers
@@ -102,7 +102,7 @@ class RayPPOTrainer(SavedPPO):
         checks.check_columns(data, train_dataset, val_dataset)
         self.reward_fn = checks.check_rewards(config, reward_fn, val_reward_fn, train_dataset, val_dataset)
         self.val_reward_fn = val_reward_fn
-        self.train_dataset, self.val_dataset, self.seen_data = train_dataset, val_dataset, seen_data(data, len(train_dataset))
+        self.train_dataset, self.val_dataset, self.describe_data = train_dataset, val_dataset, describe_data(data, len(train_dataset))
         schedule = PromptSchedule(len(train_dataset), data.train_batch_size, data.shuffle, config.data_seed)
         total_steps = config.trainer.total_training_steps or schedule.steps_per_epoch * config.trainer.total_epochs
         super().__init__(config, total_steps, make_display(), has_validation=val_dataset is not None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.algorithms.kl import KLController
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.seen import tell_of_other_data
+from lockstep.data.row_files import warn_of_other_data
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.drift import Drift
 from lockstep.trainer.ppo.prompts import Prompts
@@ -24,8 +24,8 @@ class SavedPPO(Run):
 
     config: PPOConfig
     tokenizer: Any
-    seen_data: dict[str, Any]
-    """What a checkpoint remembers of the training data (data/seen.py)."""
+    describe_data: dict[str, Any]
+    """What a checkpoint remembers of the training data (data/row_files.py)."""
     prompts: Prompts
     drift: Drift
     kl_control: KLController
@@ -51,7 +51,7 @@ class SavedPPO(Run):
             "kl_control": self.kl_control.state_dict(),
             "sampler_drift": self.drift.largest,
             "numbers": self.workers.numbers,
-            **self.seen_data,
+            **self.describe_data,
         }
 
     def _save(self, folder: Path) -> list[Path]:
@@ -67,7 +67,7 @@ class SavedPPO(Run):
         return [error for group in groups for error in group.finish_checkpoint() if error is not None]
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        tell_of_other_data(state, self.seen_data, self.display.message)
+        warn_of_other_data(state, self.describe_data, self.display.message)
         self.actor_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))

@@ -18,8 +18,8 @@ from lockstep.compat.verl import RayPPOTrainer, functions, numbers
 from lockstep.compat.verl.functions import copy_to_local
 from lockstep.compat.verl.loop import VerlTrainer
 from lockstep.compat.verl.names import ADDED, MODULES
+from lockstep.compat.verl.padded import collate_fn
 from lockstep.config import as_config
-from lockstep.data.padded import collate_fn
 from lockstep.errors import ConfigError
 from lockstep.protocol import DataProto, Ragged
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.data.pairs import PairDataset
-from lockstep.data.scored_text import ScoredText
+from lockstep.data.token_rows import ScoredText
 from lockstep.trainer import main_reward_model
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers import training_worker

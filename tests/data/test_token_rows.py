@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.data.pairs import PairDataset
-from lockstep.data.scored_text import ScoredText
+from lockstep.data.token_rows import ScoredText
 
 TURNS = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "In May?"}, {"role": "user", "content": "Yes."}]
 
