@@ -11,7 +11,7 @@ import pytest
 from helpers.program import PROGRAM, arguments, num_steps, wait_until
 from helpers.run import make_trainer, roles, train
 
-from lockstep.tools.verify_resume.compare import differences
+from lockstep.tools.verify_resume import differences
 
 
 @pytest.mark.ray

@@ -6,7 +6,7 @@ import pytest
 from helpers.kills import CASES, kill_runs, program_runs, small_runs
 from helpers.tiny import save_tiny_model
 
-from lockstep.tools.verify_resume.compare import end_of
+from lockstep.tools.verify_resume import end_of
 from lockstep.trainer import main_distill, main_dpo, main_reward_model, main_sft
 
 STAGES = {

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from helpers.warm import warm_workers
-from lockstep.tools.verify_resume.compare import differences
+from lockstep.tools.verify_resume import differences
 
 Start = Callable[[Path], None]
 """Train in a folder to the end, resuming what is there."""

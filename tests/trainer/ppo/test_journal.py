@@ -23,7 +23,7 @@ from lockstep.errors import WorkerDied
 from lockstep.observability.metrics import Max, Mean
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
-from lockstep.tools.verify_resume.compare import differences
+from lockstep.tools.verify_resume import differences
 from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.journal import Journal, journaled
 from lockstep.trainer.ppo.scored import Scored

@@ -16,14 +16,14 @@ from lockstep.checkpoint import folders
 from lockstep.errors import DataError, ResourceError
 from lockstep.models.weight_files import write_weights
 from lockstep.tools import verify_resume
-from lockstep.tools.verify_resume.compare import differences, end_of
+from lockstep.tools.verify_resume import differences, end_of
 
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from lockstep.checkpoint import folders
 
-keys = dict(word.split("=", 1) for word in sys.argv[1:])
+keys = dict(word.split("=", 1) for word in sys.argv[2:])
 if keys.get("fails"):
     sys.exit("no such model")
 run_dir = Path(keys["trainer.default_local_dir"])
@@ -50,7 +50,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "counting_program.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setitem(verify_resume.RECIPES, "ppo", "counting_program")
+    monkeypatch.setattr(verify_resume, "PROGRAM", "counting_program")
     return tmp_path
 
 
@@ -78,8 +78,8 @@ def test_kills_are_spread_over_the_steps_and_none_is_after_the_last(steps, num_k
 
 
 def test_kills_that_come_too_late_prove_nothing_and_it_is_said(program, monkeypatch, capsys):
-    def killed(command, run_dir, moment):  # the run is always done when it is killed
-        plain(command, run_dir, None)
+    def killed(words, run_dir, moment):  # the run is always done when it is killed
+        plain(words, run_dir, None)
         return moment is not None
 
     plain = verify_resume._killed
@@ -97,15 +97,21 @@ def test_a_run_that_fails_by_itself_is_no_verdict(program):
 
 def test_the_command_line():
     assert cli.COMMANDS["verify-resume"][0] == "lockstep.tools.verify_resume"
-    options, recipe, keys = verify_resume._read(["--kills", "2", "sft", "--config", "my.yaml", "data.train_files=a"])
-    assert (options.kills, recipe, keys) == (2, "sft", ["--config", "my.yaml", "data.train_files=a"])
+    options, command, keys = verify_resume._read(["--kills", "2", "sft", "--config", "my.yaml", "data.train_files=a"])
+    assert (options.kills, command, keys) == (2, "sft", ["--config", "my.yaml", "data.train_files=a"])
     assert verify_resume._read(["trainer.seed=1", "--steps=3"])[1:] == ("ppo", ["trainer.seed=1"])
     assert verify_resume._read(["dr-grpo", "trainer.seed=1"])[1:] == ("dr_grpo", ["trainer.seed=1"])
 
 
+@pytest.mark.parametrize("option", ["--kills", "--steps"])
+def test_no_kill_and_no_step_would_prove_nothing(option, capsys):
+    assert verify_resume.main([option, "0"]) == 1
+    assert option in capsys.readouterr().err
+
+
 def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_once(tmp_path, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(verify_resume, "_run", lambda command, run_dir: seen.append(command) or sys.exit(0))
+    monkeypatch.setattr(verify_resume, "_run", lambda words, run_dir: seen.append(words) or sys.exit(0))
     with pytest.raises(SystemExit):
         verify_resume.main(["--folder", str(tmp_path), "grpo", "trainer.seed=1"])
     assert seen[0][1:5] == ["-m", "lockstep.cli", "grpo", "trainer.seed=1"]
@@ -115,6 +121,7 @@ def test_an_algorithm_is_run_as_its_own_command_and_another_word_is_refused_at_o
     assert "trainer.best_metric=null" in seen[0], "nothing is validated"
     with pytest.raises(SystemExit):
         verify_resume.main(["--folder", str(tmp_path / "b"), "sft", "trainer.seed=1"])
+    assert seen[1][1:5] == ["-m", "lockstep.cli", "sft", "trainer.seed=1"]
     assert not folders_of_rl & set(seen[1])
     # Nothing is validated, so no checkpoint can be the best by a validation.
     assert {"trainer.test_freq=0", "trainer.best_metric=null"} <= set(seen[0]) & set(seen[1])
