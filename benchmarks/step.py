@@ -40,8 +40,10 @@ from lockstep.planner.count import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.ppo import critic_stages, stages
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
+from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.algorithm import Estimation, PolicyUpdate
+from lockstep.trainer.ppo.interfaces import RolloutWorkers
+from lockstep.trainer.ppo.prompts import make_prompts
 from lockstep.trainer.run.memory import place_models
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -189,9 +191,9 @@ def _step(
         temperature=1.0, top_k=-1, top_p=1.0, max_tokens=options.response, stop_token_ids=(), seed=SEED
     )  # fmt: skip
     with timer.stage("step"):
-        batch = stages.make_prompts(dataset, range(len(dataset)), options.n, pad_token_id=0)
+        batch = make_prompts(dataset, range(len(dataset)), options.n, pad_token_id=0)
         with timer.stage("gen"):
-            stages.generate(actor, batch, sampling, step)
+            stages.generate(RolloutWorkers(actor), batch, sampling, step)
         _score(batch, step)
         if options.old_log_prob:
             with timer.stage("old_log_prob"):
@@ -205,17 +207,17 @@ def _step(
         stages.shape_rewards(batch, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
         if critic is not None and options.values:
             with timer.stage("values"):
-                critic_stages.values(critic, batch)
+                stages.values(critic, batch)
         elif critic is not None:
             with timer.stage("update_critic"):
-                metrics |= critic_stages.learn_values(critic, batch, estimation)
+                metrics |= stages.learn_values(critic, batch, estimation)
         with timer.stage("adv"):
             stages.estimate(batch, estimation)
         if critic is not None and options.values:
             with timer.stage("update_critic"):
-                metrics |= critic_stages.update_critic(critic, batch, rows)
+                metrics |= stages.update_critic(critic, batch, rows)
         with timer.stage("update_actor"):
-            metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))[0]
+            metrics |= stages.update_actor(actor, batch, rows, PolicyUpdate.of(policy.actor))
     print(f"step {step}: " + "  ".join(f"{name} {seconds:.3f} s" for name, seconds in timer.seconds.items()), flush=True)
     return timer.seconds, metrics
 

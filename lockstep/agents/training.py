@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agents.recorded import Recorder
@@ -12,6 +13,7 @@ from lockstep.rewards.outcome import Failure
 
 if TYPE_CHECKING:
     from lockstep.config.ppo import PPOConfig
+    from lockstep.config.sampling import SamplingParams
 
 
 def agent_of(config: PPOConfig) -> Agent:
@@ -26,8 +28,8 @@ class EpisodeRollout:
     """A group of rollout workers whose responses are episodes. With a `recorder`, what environments say in steps below `last_step` is
     kept on disk."""
 
-    reads = None
-    """Object columns that are sent: all, since environments may read any."""
+    reads: Sequence[str] | None = None
+    """The object columns that are sent: all, since environments may read any."""
 
     def __init__(self, group: Any, agent: Agent, recorder: Recorder | None = None, last_step: int = 0) -> None:
         self._group = group
@@ -35,9 +37,15 @@ class EpisodeRollout:
         self._recorder = recorder
         self._last_step = last_step
 
-    def generate_sequences(self, prompts: DataProto, step: int, **arguments: Any) -> DataProto:
-        """`stages.generate` asks for it."""
-        episodes: DataProto = self._group.run_episodes(prompts, agent=self._agent, step=step, **arguments)
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Any]:
+        """See Rollout (trainer/ppo/interfaces.py)."""
+        context: AbstractContextManager[Any] = self._group.receiving(handle)
+        return context
+
+    def generate_sequences(self, prompts: DataProto, *, sampling: SamplingParams, step: int, on_finished: Any = None) -> DataProto:
+        """Return an episode for each prompt."""
+        agent = self._agent
+        episodes: DataProto = self._group.run_episodes(prompts, agent=agent, sampling=sampling, step=step, on_finished=on_finished)
         self.record(episodes, prompts, step)
         return episodes
 
@@ -46,9 +54,6 @@ class EpisodeRollout:
         if self._recorder is not None and step < self._last_step:
             names = {"", *(name or "" for name in prompts.non_tensor_batch.get("environment", ()))}
             self._recorder.write(step, episodes, prompts, {name: self._agent.kind(name or None) for name in sorted(names)})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
 
 
 class EpisodeRewards:

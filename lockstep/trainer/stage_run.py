@@ -97,7 +97,7 @@ class StageRun(Run):
         total_steps = section.total_training_steps or self.schedule.steps_per_epoch * section.total_epochs
         super().__init__(config, total_steps, make_display(view=self.view), has_validation=val_data is not None)
         self.tokenizer, self.train_data, self.val_data = tokenizer, train_data, val_data
-        self.describe_data = describe_data(data, len(train_data))
+        self.data_description = describe_data(data, len(train_data))
         self.rows_per_step, self.longest = data.train_batch_size, data.max_length
         self._worker_cls, self._make_loss = worker_cls, make_loss
         self._ahead: tuple[int, Future[DataProto]] | None = None
@@ -216,7 +216,7 @@ class StageRun(Run):
         return getattr(self.train_data, "rows", self.train_data), self.schedule
 
     def _state(self) -> dict[str, Any]:
-        return {"numbers": self.workers.numbers, **self.describe_data}
+        return {"numbers": self.workers.numbers, **self.data_description}
 
     def _save(self, folder: Path) -> list[Path]:
         reports = self.model_wg.begin_checkpoint(str(folder / MODEL), self.section.save_in_background)
@@ -231,7 +231,7 @@ class StageRun(Run):
         self.init_workers()
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        warn_of_other_data(state, self.describe_data, self.display.message)
+        warn_of_other_data(state, self.data_description, self.display.message)
         self.model_wg.load_checkpoint(str(folder / MODEL))
 
     def _describe(self) -> str:

@@ -36,9 +36,9 @@ from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.ppo import critic_stages, stages
-from lockstep.trainer.ppo.resolved import Estimation
-from lockstep.trainer.ppo.weight_sync import WeightExchange
+from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.algorithm import Estimation
+from lockstep.trainer.ppo.roles import WeightExchange
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from lockstep.workers.training_worker import on_last_token
 from lockstep.workers.weight_sync.source import SharedWeights
@@ -391,11 +391,11 @@ def test_values_that_come_with_an_update_are_those_of_a_pass_before_it(tmp_path:
         for _ in range(3):
             one, two = (batch.select_idxs(range(6)) for _ in range(2))
             stages.shape_rewards(one, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
-            found = critic_stages.learn_values(roles["one"], one, estimation)
-            critic_stages.values(roles["two"], two)
+            found = stages.learn_values(roles["one"], one, estimation)
+            stages.values(roles["two"], two)
             stages.shape_rewards(two, estimation, make_kl_controller("fixed", 0.0, 0.1, 1000))
             stages.estimate(two, estimation)
-            wanted = critic_stages.update_critic(roles["two"], two, [torch.arange(6)])
+            wanted = stages.update_critic(roles["two"], two, [torch.arange(6)])
             torch.testing.assert_close(one.ragged("values").values, two.ragged("values").values, rtol=0, atol=1e-6)
             for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "critic/vf_clipfrac"):
                 assert found[name] == pytest.approx(wanted[name], abs=1e-6), name

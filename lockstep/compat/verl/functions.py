@@ -29,8 +29,7 @@ from lockstep.single_controller.base import Dispatch, ResourcePool
 from lockstep.single_controller.base.dispatch import balanced_partition
 from lockstep.single_controller.base.equal_partition import equal_partition
 from lockstep.trainer.ppo.metrics import balance_metrics
-from lockstep.trainer.ppo.reward_columns import penalise_overlong
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.rewards import Scored, penalise_overlong
 from lockstep.trainer.run.setup import reward_arguments
 from lockstep.utils.dataset.rl_dataset import RLHFDataset
 from lockstep.utils.device import resolve_device

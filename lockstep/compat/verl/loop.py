@@ -23,10 +23,10 @@ from lockstep.single_controller.base import ClassWithInitArgs, share_rows
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.single_controller.ray import RayWorkerGroup, connect, is_connected
 from lockstep.trainer import main_ppo
-from lockstep.trainer.ppo import critic_stages, stages
+from lockstep.trainer.ppo import stages
 from lockstep.trainer.ppo.metrics import balance_metrics
 from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
-from lockstep.trainer.ppo.reward_columns import model_scores
+from lockstep.trainer.ppo.rewards import model_scores
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.resources import ResourcePoolManager
@@ -184,7 +184,7 @@ class _Calls:
         places = np.cumsum(first)
         rows.non_tensor_batch.setdefault("index", places.astype(object))
         rows.non_tensor_batch["sample"] = (np.arange(len(first)) - np.flatnonzero(first)[places - 1]).astype(object)
-        stages.generate(inner.rollout_wg, rows, sampling, inner.prompts.num_taken)
+        stages.generate(inner.rollout, rows, sampling, inner.prompts.num_taken)
         extra: dict[str, Any] = {}
         if self._trainer._scores and "data_source" in objects:
             extra = inner.scorer.score(rows, inner.prompts.num_taken)[0].extra
@@ -207,7 +207,7 @@ class _Calls:
         objects = {name: data.non_tensor_batch.get(name, numbers) for name in ("index", "sample")}
         updates = self._updates(data, inner.actor_prompts, inner.config.actor_rollout_ref.actor.ppo_epochs)
         rows = DataProto(dict(data.columns), objects, dict(data.meta_info))
-        metrics, _ = stages.update_actor(self._group, rows, updates, inner.policy_update)
+        metrics = stages.update_actor(self._group, rows, updates, inner.policy_update)
         stages.sync_weights(inner.weight_exchange)
         return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
@@ -215,7 +215,7 @@ class _Calls:
         """The same for the critic."""
         rows = DataProto(dict(data.columns), {"index": np.arange(len(data), dtype=object)}, dict(data.meta_info))
         updates = self._updates(data, self._inner.critic_prompts, self._inner.config.critic_epochs)
-        metrics = critic_stages.update_critic(self._group, rows, updates)
+        metrics = stages.update_critic(self._group, rows, updates)
         return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     def _updates(self, data: DataProto, num_prompts: int, epochs: int) -> Any:

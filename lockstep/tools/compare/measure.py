@@ -35,10 +35,10 @@ from lockstep.tools.compare import arithmetic, tokens
 from lockstep.tools.compare.named import Algorithm, own_changes
 from lockstep.tools.compare.report import AlgorithmResult, Comparison
 from lockstep.trainer.ppo import checks, stages
+from lockstep.trainer.ppo.algorithm import Estimation, PolicyUpdate, correction_of
 from lockstep.trainer.ppo.metrics import row_sums
-from lockstep.trainer.ppo.missing_rewards import leave_out
 from lockstep.trainer.ppo.recording import Recording
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
+from lockstep.trainer.ppo.rewards import leave_out
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
 from lockstep.utils.tokenizer import hf_tokenizer
@@ -195,7 +195,7 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     data = _with_baselines(batch.select(), config)
     if config.algorithm.rollout_correction.bypass_mode:
         stages.use_sampler_log_probs(data)
-    stages.correct(data, read_correction(config.algorithm.rollout_correction))
+    stages.correct(data, correction_of(config.algorithm.rollout_correction))
     estimation = Estimation.of(config.algorithm)
     stages.shape_rewards(data, estimation, make_kl_controller("fixed", kl.kl_coef, kl.target_kl, kl.horizon))
     stages.estimate(data, estimation)

@@ -6,7 +6,7 @@ from lockstep.agents import agent_of
 from lockstep.config.critic import CriticConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import RewardModelConfig
-from lockstep.trainer.ppo.drift import Drift, Source
+from lockstep.trainer.ppo.passes import Drift, Source
 
 _WHY = {
     Source.SAMPLER: "no pass: the sampler's log-probs are taken as they are",

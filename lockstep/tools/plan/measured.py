@@ -9,7 +9,7 @@ from lockstep.config.load import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError
 from lockstep.planner import Device, Lengths, Prediction, find_device, predict
-from lockstep.trainer.ppo.drift import Drift, Source
+from lockstep.trainer.ppo.passes import Drift, Source
 
 _PEAK = "perf/max_memory_allocated_gb/"
 _TIME = "timing_s/"

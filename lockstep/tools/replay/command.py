@@ -136,7 +136,7 @@ def replayed(
         if capsule["weights"] is not None:
             # Rows that these steps do not read are fillers. The checkpoint's fingerprints of the data keep the run from noticing.
             state = folders.read_state(Path(run.section.resume_from_path))
-            run.seen_data |= {name: state[name] for name in run.seen_data if name in state}
+            run.data_description |= {name: state[name] for name in run.data_description if name in state}
         run._resume()
         while run.global_steps < capsule["step"]:
             run.timer.reset()

@@ -1,6 +1,6 @@
 """The files of a run as a report reads them: JSON lines that grow, and the samples that the run kept.
 
-Two kinds of files hold samples: `samples/train_N.npz` and `val_N.npz`, with numbers by token (trainer/ppo/kept_samples.py), and the JSONL
+Two kinds of files hold samples: `samples/train_N.npz` and `val_N.npz`, with numbers by token (trainer/ppo/samples.py), and the JSONL
 files of trainer.rollout_data_dir and trainer.validation_data_dir, which have the whole batch but no tokens. Both are in the batch's order:
 rows of a step that the first lacks are taken from the second.
 """

@@ -125,8 +125,8 @@ def _model_samples(
     from lockstep.single_controller.base.worker import WorkerEnvironment, worker_environment
     from lockstep.tools.reward_check.fuzz import Earns, Response
     from lockstep.tools.reward_check.scoring import SAMPLE, Case
-    from lockstep.trainer.ppo import stages
     from lockstep.trainer.ppo.checks import check_models
+    from lockstep.trainer.ppo.prompts import make_prompts
     from lockstep.utils.device import resolve_device
     from lockstep.workers.engine_workers import ActorRolloutRefWorker
 
@@ -148,7 +148,7 @@ def _model_samples(
         asked = [subject for subject in subjects if subject.row.split == split]
         if not asked:
             continue
-        batch = stages.make_prompts(dataset, [subject.row.position for subject in asked], rollout.n, tokenizer.pad_token_id)
+        batch = make_prompts(dataset, [subject.row.position for subject in asked], rollout.n, tokenizer.pad_token_id)
         batch.union(worker.generate_sequences(batch.select(["prompts"], ["index", "sample"]), sampling=sampling, step=0))
         for i, ids in enumerate(batch.ragged("responses").rows()):
             cases.append(Case(asked[i // rollout.n], Response(SAMPLE, manager.decode(ids), Earns.ANYTHING)))

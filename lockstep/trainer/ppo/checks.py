@@ -1,4 +1,4 @@
-"""What can be checked before any process is started or any model loaded."""
+"""Checks of a run before any process is started or any model loaded."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,8 +21,9 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError, MissingReward
 from lockstep.models.hf_config import context_limit, read_model_config
-from lockstep.trainer.ppo.resolved import Estimation, read_correction, reads_rewards
-from lockstep.trainer.ppo.scored import OVERLONG_PART
+from lockstep.trainer.ppo.algorithm import Estimation, correction_of, reads_rewards
+from lockstep.trainer.ppo.interfaces import RewardFunction
+from lockstep.trainer.ppo.rewards import OVERLONG_PART
 from lockstep.utils.files import load_reference
 from lockstep.utils.tokenizer import check_same_tokenizer, has_tokenizer
 
@@ -30,8 +31,8 @@ ESTIMATOR_INPUTS = {
     "rows", "token_level_rewards", "response_mask", "values", "group", "reward_baselines", "reward_parts", "reward_part_weights",
     "old_log_probs", "ref_log_prob", "gamma", "lam", "norm_adv_by_std_in_grpo", "index", "config",
 }  # fmt: skip
-"""What `stages.estimate` has, or can have: values with a critic, reward_parts with algorithm.gdpo_reward_keys."""
-_WRITTEN = frozenset(
+"""The inputs of `stages.estimate`: always, or with a critic (values), or with algorithm.gdpo_reward_keys (reward_parts)."""
+_STEP_COLUMNS = frozenset(
     [
         "response_mask",
         "rollout_log_probs",
@@ -60,16 +61,18 @@ _WRITTEN = frozenset(
         "position_ids",
     ]
 )
-"""What a step adds to the columns of the data, and may ask for by name. (Nothing asks whether there are prompts and responses.)"""
+"""The columns that a step adds to the data and may look for by name. (Nothing asks whether there are prompts and responses.)"""
 _POLICY = ("Actor", "ActorRollout", "ActorRolloutRef")
 
 
 def check_algorithm(config: PPOConfig) -> None:
-    """The named algorithms exist, and the run has what they read."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    """Raise ConfigError unless the named algorithms exist and the run has what they read."""
+    actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
     _check_policy_loss(actor)
-    correction, rollout = algorithm.rollout_correction, config.actor_rollout_ref.rollout
-    if (read_correction(correction) is not None or correction.bypass_mode) and not rollout.has_log_probs:
+    correction = algorithm.rollout_correction
+    rollout = config.actor_rollout_ref.rollout
+    if (correction_of(correction) is not None or correction.bypass_mode) and not rollout.has_log_probs:
         raise ConfigError(
             f"algorithm.rollout_correction reads the sampler's log-probs, which rollout.name={rollout.name} cannot give for this sampling "
             "(temperature together with top_k, top_p, min_p or repetition_penalty); sample plainly, or use rollout.name=native"
@@ -107,9 +110,9 @@ def check_algorithm(config: PPOConfig) -> None:
 
 
 def _try_estimator(algorithm: AlgorithmConfig) -> None:
-    """Ask the estimator about two prompts of two responses: an estimator that fails, or returns other shapes, does so before a model is
-    loaded."""
-    rows, per_token = Rows(torch.tensor([2, 3, 2, 3])), torch.linspace(0.1, 1.0, 10)
+    """Call the estimator on two prompts of two responses. Raise ConfigError if it fails or returns other shapes."""
+    rows = Rows(torch.tensor([2, 3, 2, 3]))
+    per_token = torch.linspace(0.1, 1.0, 10)
     columns: dict[str, Any] = dict.fromkeys(("token_level_rewards", "values", "sum_pi_squared", "rollout_is_weights"), per_token)
     columns |= {
         "response_mask": torch.ones(10),
@@ -132,7 +135,7 @@ def _try_estimator(algorithm: AlgorithmConfig) -> None:
 
 
 def _by_name(key: str, name: str, get: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-    """What `name`, the value of `key`, stands for: a function in a file of the user's own, or what `get` knows by that name."""
+    """Return the function that `name`, the value of `key`, stands for: in a file of the user, or what `get` returns for it."""
     try:
         found: Callable[..., Any] = load_reference(name) or get(name)
     except ConfigError as error:
@@ -141,7 +144,7 @@ def _by_name(key: str, name: str, get: Callable[[str], Callable[..., Any]]) -> C
 
 
 def _check_policy_loss(actor: ActorConfig) -> None:
-    """The loss exists, every number it requires is given, and every value of loss_kwargs is an argument of it."""
+    """Raise ConfigError unless the loss exists, has every number it requires, and has an argument for every value of loss_kwargs."""
     policy_loss = actor.policy_loss
     loss = _by_name("actor_rollout_ref.actor.policy_loss.loss_mode", policy_loss.loss_mode, get_policy_loss)
     names = loss_inputs(loss)
@@ -180,13 +183,13 @@ def _check_reward_parts(algorithm: AlgorithmConfig, penalises_length: bool) -> N
 
 
 def needed_roles(config: PPOConfig, workers: Mapping[Enum, type]) -> dict[Enum, type]:
-    """The mapping without a critic or a reference that the config does not use: a program may map them once for all its configs."""
+    """Return the mapping without a critic or a reference that the config does not use: a program may map them for all its configs."""
     unused = {name for name, used in (("Critic", config.use_critic), ("RefPolicy", config.use_reference)) if not used}
     return {role: cls for role, cls in workers.items() if role.name not in unused}
 
 
 def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[Enum, str]) -> None:
-    """Every role has a pool, and the roles together can do what the config asks for."""
+    """Raise ConfigError unless every role has a pool and the roles together can do what the config asks for."""
     for role in workers:
         if role not in pools:
             raise ConfigError(f"{role} is in role_worker_mapping but has no pool in the ResourcePoolManager's mapping")
@@ -216,7 +219,8 @@ def check_roles(config: PPOConfig, workers: Mapping[Enum, type], pools: Mapping[
 
 
 def check_models(config: PPOConfig, tokenizer: Any) -> None:
-    """The model folders are models; policy and critic hold the longest sequence and know the tokenizer's tokens."""
+    """Raise ConfigError or DataError unless the model folders are models, and policy and critic hold the longest sequence and know the
+    tokenizer's tokens."""
     _check_model(config.actor_rollout_ref.model, config, tokenizer)
     reference = config.actor_rollout_ref.reference_model
     if config.actor_rollout_ref.ref.model.path is not None:
@@ -235,7 +239,7 @@ def check_models(config: PPOConfig, tokenizer: Any) -> None:
 
 
 def check_context(model: ModelConfig, config: PPOConfig) -> Any:
-    """Raise ConfigError unless the model holds the longest sequence; returns the model's config."""
+    """Return the model's config. Raise ConfigError unless the model holds the longest sequence."""
     hf_config = read_model_config(str(model.path), model.trust_remote_code, **model.override_config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     limit = context_limit(hf_config)
@@ -256,16 +260,20 @@ def _check_model(model: ModelConfig, config: PPOConfig, tokenizer: Any) -> None:
 
 
 def check_columns(config: DataConfig, *datasets: Any) -> None:
-    """No column of the data has the name of one that a step writes (protocol.py)."""
+    """Raise DataError if a column of the data has the name of a column that a step writes (protocol.py)."""
     for dataset, key in zip(datasets, ("data.train_files", "data.val_files"), strict=True):
-        taken = [name for name in getattr(dataset, "columns", ()) if name in _WRITTEN and name != config.prompt_key]
+        taken = [name for name in getattr(dataset, "columns", ()) if name in _STEP_COLUMNS and name != config.prompt_key]
         if taken:
             raise DataError(f"{key}: the columns {', '.join(taken)} have names that a step gives to its own; rename or drop them")
 
 
-def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_dataset: Any, val_dataset: Any) -> Any:
-    """There is a reward for every row that will need one. Returns what judges training rows: `reward_fn`, or None where nothing reads
-    rewards and it cannot judge these rows."""
+def check_rewards(
+    config: PPOConfig, reward_fn: RewardFunction | None, val_reward_fn: RewardFunction | None, train_dataset: Any, val_dataset: Any
+) -> RewardFunction | None:
+    """Raise ConfigError, DataError or MissingReward unless every row that will need a reward has a judge.
+
+    Return what judges training rows: `reward_fn`, or None if nothing reads rewards and it cannot judge these rows.
+    """
     if val_dataset is not None and val_reward_fn is None:
         raise ConfigError("there is validation data but no val_reward_fn: pass RewardManager(tokenizer=tokenizer, num_examine=1)")
     if val_dataset is not None:
@@ -282,12 +290,13 @@ def check_rewards(config: PPOConfig, reward_fn: Any, val_reward_fn: Any, train_d
     return reward_fn
 
 
-def asks_model(config: PPOConfig, val_reward_fn: Any) -> bool:
-    """Whether the reward model judges rows of a validation: `val_reward_fn` says which."""
+def asks_model(config: PPOConfig, val_reward_fn: RewardFunction | None) -> bool:
+    """Return whether the reward model judges rows of a validation: `val_reward_fn` says which."""
     return config.reward_model.enable and hasattr(val_reward_fn, "wants_model")
 
 
 def _check_tags(reward_fn: Any, dataset: Any, **arguments: bool) -> None:
-    check, tags = getattr(reward_fn, "check", None), getattr(dataset, "tags", None)
+    check = getattr(reward_fn, "check", None)
+    tags = getattr(dataset, "tags", None)
     if inspect.ismethod(check) and tags is not None:
         check(tags(), **arguments)

@@ -1,4 +1,4 @@
-"""Runs whose prompts become episodes. What they need of `lockstep.agents` is imported by them alone."""
+"""Runs whose prompts become episodes. Only they import `lockstep.agents`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 from lockstep.config.agent import AgentConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.trainer.ppo.interfaces import Rollout
 
 
 def check_named(agent: AgentConfig) -> None:
-    """The environment and the tools that the configuration names are there. Raises ConfigError, before anything is made or loaded."""
+    """Raise ConfigError, before anything is made or loaded, unless the named environment and tools exist."""
     if not agent.is_on or agent.recorded is not None:
         return
     from lockstep.agents import configured_tools, environment_class
@@ -22,13 +23,14 @@ def check_named(agent: AgentConfig) -> None:
 
 
 def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any) -> list[Any]:
-    """The reward functions, with what environments say of turns; as they are where a prompt has one response.
+    """Return the reward functions, with the environments' rewards of turns if prompts become episodes.
 
-    Raises ConfigError for an environment, tool or template that cannot be used, and for rows that name environments nobody would play.
+    Raise ConfigError for an environment, tool or template that cannot be used, and for rows that name environments in a run without.
     """
     columns = [dataset.column for dataset in datasets if hasattr(dataset, "column")]  # a user's own may have none
     if not config.agent.is_on:
-        for name in (name for column in columns for name in column("environment")):
+        named = [name for column in columns for name in column("environment")]
+        for name in named:
             if isinstance(name, str) and ":" in name:
                 raise ConfigError(
                     f"the column environment names {name}, and agent.environment is null: a prompt would be answered once, without it; set "
@@ -38,15 +40,19 @@ def episode_rewards(config: PPOConfig, datasets: Iterable[Any], *reward_fns: Any
     from lockstep.agents import EpisodeRewards, agent_of
 
     agent = agent_of(config)
-    agent.check({_kind(*said) for column in columns for said in zip(column("environment"), column("tools"), strict=True)})
+    kinds = set()
+    for column in columns:
+        for environment, tools in zip(column("environment"), column("tools"), strict=True):
+            kinds.add(_kind(environment, tools))
+    agent.check(kinds)
     return [EpisodeRewards(reward_fn, agent) for reward_fn in reward_fns]
 
 
 def episode_prompt(config: PPOConfig, files: Any) -> Any:
-    """What renders a row's prompt as the first messages of its episode; None where something else begins it: an environment's own words, or
-    an environment or tools that the row names.
+    """Return what renders a row's prompt as the first messages of its episode; None if the environment writes these, or if rows name
+    environments or tools.
 
-    Raises ConfigError for tools and environments that cannot be used.
+    Raise ConfigError for tools and environments that cannot be used.
     """
     if not config.agent.is_on:
         return None
@@ -54,8 +60,9 @@ def episode_prompt(config: PPOConfig, files: Any) -> Any:
     from lockstep.data.row_files import RowFiles
 
     shown = agent_of(config).shown_prompt()
-    names_of_rows = {"environment", "tools"} & set(RowFiles([files] if isinstance(files, str | Path) else list(files)).columns)
-    return None if names_of_rows else shown
+    columns = RowFiles([files] if isinstance(files, str | Path) else list(files)).columns
+    rows_differ = "environment" in columns or "tools" in columns
+    return None if rows_differ else shown
 
 
 def _kind(environment: Any, tools: Any) -> tuple[str | None, tuple[str, ...] | None]:
@@ -64,8 +71,8 @@ def _kind(environment: Any, tools: Any) -> tuple[str | None, tuple[str, ...] | N
     return environment, None if tools is None else tuple(tools)
 
 
-def episode_rollout(config: PPOConfig, group: Any) -> Any:
-    """The rollout workers, with episodes for responses."""
+def episode_rollout(config: PPOConfig, group: Any) -> Rollout:
+    """Return the rollout workers with episodes for responses."""
     from lockstep.agents import EpisodeRollout, Recorder, agent_of
     from lockstep.trainer.ppo.validation import VALIDATION_STEPS
 
@@ -74,7 +81,7 @@ def episode_rollout(config: PPOConfig, group: Any) -> Any:
 
 
 def episode_metrics(batch: Any) -> dict[str, float]:
-    """agent/*, of a batch of episodes."""
+    """Return agent/* of a batch of episodes."""
     from lockstep import agents
 
     return agents.episode_metrics(batch.non_tensor_batch["episode"])

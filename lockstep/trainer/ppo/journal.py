@@ -1,21 +1,21 @@
-"""The journal of a step: what was generated and scored, so that workers that are started again need not do it twice.
+"""The journal of a step: its responses and scores on disk, so that restarted workers need not compute them again.
 
 ```text
 {run_dir}/journal/batch_12.{fingerprint of weights and settings}/
-  generated.{fingerprint of prompts and sampling}     what a batch of prompts was answered with
-  scored.{fingerprint of the responses}               what the judges said of that
+  generated.{fingerprint of prompts and sampling}     the responses to a batch of prompts
+  scored.{fingerprint of the responses}               their scores
 ```
 
-Only runs that may begin again (trainer.max_restarts) keep one. A file is used only where the fingerprints are the present ones, and is
-deleted when the step's metrics are written. It is safetensors with its SHA-256 before it: reading one that somebody else wrote runs no
-code.
+Only runs that may restart (trainer.max_restarts) keep one. A file is used only if its fingerprints match, and is deleted when the step's
+metrics are written. It is safetensors with its SHA-256 before it: reading a file of another user runs no code.
 """
 
 import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from lockstep.observability import metrics as kinds
 from lockstep.observability.metrics import Metric
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
-from lockstep.trainer.ppo.missing_rewards import record_failures
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.interfaces import Rollout, Scoring
+from lockstep.trainer.ppo.rewards import Scored, ScoreStage, record_failures
 
 _ABOUT = "about"
 _DIGEST = 64
@@ -40,19 +40,22 @@ _DIGEST = 64
 
 
 class Journal:
-    """The files. `weights` gives what stands for the policy's present weights; it is asked once per step."""
+    """The files. `weights` returns checksums of the policy's present weights; it is called once per step."""
 
     def __init__(self, config: PPOConfig, weights: Callable[[], Any], say: Callable[[str], None]) -> None:
-        self._folder, self._weights, self._say = config.trainer.run_dir / "journal", weights, say
-        kept = kept_values(config)
-        self._settings = [kept, _code(kept.values()), torch.__version__]
+        self._folder = config.trainer.run_dir / "journal"
+        self._weights = weights
+        self._say = say
+        settings = kept_values(config)
+        self._settings = [settings, _code(settings.values()), torch.__version__]
         self._known: str | None = None
-        self._is_told = False
+        self._has_warned = False
 
     def read(self, number: int, what: str, *of: Any) -> tuple[DataProto, dict[str, Any]] | None:
-        """What was kept of batch `number` as `what`, where it was of the same: columns, and what else. What is damaged, or of other
-        weights or settings, is said and deleted."""
-        folder, name = self._place(number), f"{what}.{_fingerprint(of)}"
+        """Return the entry `what` of batch `number` (columns, and the rest) if its fingerprints match, else None. Delete damaged and
+        outdated entries with a warning."""
+        folder = self._place(number)
+        name = f"{what}.{_fingerprint(of)}"
         for other in self._folder.glob(f"batch_{number}.*"):
             if other != folder:
                 self._refuse(other, "is of other weights or settings")
@@ -68,20 +71,21 @@ class Journal:
             return None
 
     def write(self, number: int, what: str, batch: DataProto, more: dict[str, Any], *of: Any) -> None:
-        """Keep it. What cannot be written, or would not be read back as it is, is said once, and the run goes on without."""
-        folder, name = self._place(number), f"{what}.{_fingerprint(of)}"
+        """Write an entry. Warn once if it cannot be written, or could not be read back as it is."""
+        folder = self._place(number)
+        name = f"{what}.{_fingerprint(of)}"
         try:
             packed = _pack(batch, {"name": f"{folder.name}/{name}", "more": more})
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "draft").write_bytes(packed)
             (folder / "draft").rename(folder / name)
         except (OSError, TypeError, ValueError) as error:
-            if not self._is_told:
+            if not self._has_warned:
                 self._say(f"warning: what is generated and scored is not journaled, so a restart does it again: {error}")
-            self._is_told = True
+            self._has_warned = True
 
     def clear(self, number: int) -> None:
-        """Delete what is kept of the batches up to `number`: their step is done, and the weights are others."""
+        """Delete the entries of the batches up to `number`: their step is done, and the weights have changed."""
         self._known = None
         for folder in self._folder.glob("batch_*.*"):
             if int(folder.name.split(".")[0].removeprefix("batch_")) <= number:
@@ -100,90 +104,96 @@ class Journal:
             path.unlink(missing_ok=True)
 
 
-def journaled(rollout: Any, scorer: Any, journal: Journal) -> tuple[Any, Any]:
-    """Rollout workers and scorer as a step asks them, with what the journal has in place of doing it again."""
-    kind = JournaledEpisodes if hasattr(type(rollout), "reads") else JournaledRollout
-    return kind(rollout, journal), JournaledScorer(scorer, journal)
-
-
 class JournaledRollout:
-    """Rollout workers as `stages.generate` asks them. Nobody hears of responses that come from the journal before all are there."""
+    """A `Rollout` that takes responses from the journal. The scoring gets no early notice of them."""
 
-    def __init__(self, rollout: Any, journal: Journal) -> None:
-        self._rollout, self._journal = rollout, journal
+    def __init__(self, rollout: Rollout, journal: Journal) -> None:
+        self._rollout = rollout
+        self._journal = journal
 
-    def generate_sequences(self, prompts: DataProto, *, sampling: SamplingParams, step: int, **arguments: Any) -> DataProto:
-        """As the workers do it."""
+    @property
+    def reads(self) -> Sequence[str] | None:
+        """See Rollout."""
+        return self._rollout.reads
+
+    def receiving(self, handle: Callable[[Any], None]) -> AbstractContextManager[Any]:
+        """See Rollout."""
+        return self._rollout.receiving(handle)
+
+    def generate_sequences(self, prompts: DataProto, *, sampling: SamplingParams, step: int, on_finished: Any = None) -> DataProto:
+        """See Rollout. Responses from the journal are recorded again: a greedy baseline would have replaced them."""
         of = (prompts, dataclasses.asdict(sampling), _code(prompts.non_tensor_batch.get("environment", ())))
-        if (kept := self._journal.read(step, "generated", *of)) is not None:
-            self._note(kept[0], prompts, step)
-            return kept[0]
-        found: DataProto = self._rollout.generate_sequences(prompts, sampling=sampling, step=step, **arguments)
-        self._journal.write(step, "generated", found, {}, *of)
-        return found
+        entry = self._journal.read(step, "generated", *of)
+        if entry is not None:
+            responses, _ = entry
+            self.record(responses, prompts, step)
+            return responses
+        responses = self._rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=on_finished)
+        self._journal.write(step, "generated", responses, {}, *of)
+        return responses
 
-    def _note(self, kept: DataProto, prompts: DataProto, step: int) -> None:
-        """What is to be done with responses that were not generated."""
-        return
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rollout, name)
-
-
-class JournaledEpisodes(JournaledRollout):
-    """The same of episodes, whose environments may read any column. They are recorded again: a greedy baseline's would replace them."""
-
-    reads = None
-
-    def _note(self, kept: DataProto, prompts: DataProto, step: int) -> None:
-        self._rollout.record(kept, prompts, step)
+    def record(self, responses: DataProto, prompts: DataProto, step: int) -> None:
+        """See Rollout."""
+        self._rollout.record(responses, prompts, step)
 
 
 class JournaledScorer:
-    """A `Scorer` as a step asks it."""
+    """A `ScoreStage` that takes scores from the journal. Their failures are recorded in `run_dir` as in the first run."""
 
-    def __init__(self, scorer: Any, journal: Journal) -> None:
-        self._scorer, self._journal = scorer, journal
+    def __init__(self, scorer: ScoreStage, journal: Journal, run_dir: Path, tokenizer: Any) -> None:
+        self._scorer = scorer
+        self._journal = journal
+        self._run_dir = run_dir
+        self._tokenizer = tokenizer
 
-    def score(self, batch: DataProto, number: int, scoring: Any = None) -> tuple[Scored, dict[str, Metric]]:
+    def begin(self, batch: DataProto) -> Scoring | None:
+        """See Judge."""
+        return self._scorer.begin(batch)
+
+    def score(self, batch: DataProto, number: int, scoring: Scoring | None = None) -> tuple[Scored, dict[str, Metric]]:
         """See Scorer."""
         before = DataProto(dict(batch.columns), dict(batch.non_tensor_batch), dict(batch.meta_info))
-        if (kept := self._journal.read(number, "scored", before)) is not None:
-            columns, more = kept
+        entry = self._journal.read(number, "scored", before)
+        if entry is not None:
+            columns, more = entry
             batch.columns |= columns.columns
             batch.non_tensor_batch |= columns.non_tensor_batch
             batch.meta_info |= columns.meta_info
             failures = [None if failure is None else Failure(**failure) for failure in more["failures"]]
             metrics = {name: getattr(kinds, kind)(*values) for name, (kind, values) in more["metrics"].items()}
             scored = Scored(failures, more["total"], more["extra"], more["parts"])
-            if any(failures):  # a resumed run drops the lines of the steps that it does again
-                record_failures(self._scorer.run_dir, number, batch, scored, self._scorer.tokenizer)
+            if any(failures):  # a resumed run drops the lines of the steps that it repeats
+                record_failures(self._run_dir, number, batch, scored, self._tokenizer)
             return scored, metrics
         scored, metrics = self._scorer.score(batch, number, scoring)
-        failed = [None if failure is None else dataclasses.asdict(failure) for failure in scored.failures]
-        told = {name: [type(metric).__name__, list(dataclasses.astuple(metric))] for name, metric in metrics.items()}
-        more = {"failures": failed, "total": scored.total, "extra": scored.extra, "parts": scored.parts, "metrics": told}
+        more = {
+            "failures": [None if failure is None else dataclasses.asdict(failure) for failure in scored.failures],
+            "total": scored.total,
+            "extra": scored.extra,
+            "parts": scored.parts,
+            "metrics": {name: [type(metric).__name__, list(dataclasses.astuple(metric))] for name, metric in metrics.items()},
+        }
         self._journal.write(number, "scored", _added(before, batch), more, before)
         return scored, metrics
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scorer, name)
-
 
 def _added(before: DataProto, after: DataProto) -> DataProto:
-    """The columns and facts that a batch did not have before."""
+    """Return the columns and facts that the batch did not have before."""
 
     def new(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in now.items() if then.get(name) is not value}
 
-    columns, objects = new(before.columns, after.columns), new(before.non_tensor_batch, after.non_tensor_batch)
+    columns = new(before.columns, after.columns)
+    objects = new(before.non_tensor_batch, after.non_tensor_batch)
     return DataProto(columns, objects, new(before.meta_info, after.meta_info))
 
 
 def _code(values: Iterable[Any]) -> dict[str, str]:
-    """The SHA-256 of each file of Python code that a setting names, alone or in a list: rewards, environments, tools."""
-    named = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    files = {name.split(":")[0] for name in named if isinstance(name, str) and ".py" in name}
+    """Return the SHA-256 of each file of Python code that a setting names, alone or in a list: rewards, environments, tools."""
+    files = set()
+    for value in values:
+        names = value if isinstance(value, list) else [value]
+        files |= {name.split(":")[0] for name in names if isinstance(name, str) and ".py" in name}
     return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if Path(file).is_file()}
 
 
@@ -197,7 +207,8 @@ def _add(digest: Any, part: Any) -> None:
     if isinstance(part, DataProto):
         for name, column in sorted(part.columns.items()):
             _add(digest, name)
-            for tensor in (column.values, column.lengths) if isinstance(column, Ragged) else (column,):
+            tensors = (column.values, column.lengths) if isinstance(column, Ragged) else (column,)
+            for tensor in tensors:
                 _add(digest, tensor)
         _add(digest, {name: list(values) for name, values in part.non_tensor_batch.items()})
     elif isinstance(part, Tensor):
@@ -211,12 +222,14 @@ def _add(digest: Any, part: Any) -> None:
 
 
 def _pack(batch: DataProto, about: dict[str, Any]) -> bytes:
-    """Raises TypeError for what JSON does not give back as it was."""
+    """Raise TypeError for values that JSON would change."""
     tensors: dict[str, Tensor] = {}
     for name, column in batch.columns.items():
         parts = {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else {"dense": column}
-        tensors |= {f"{part}/{name}": tensor.detach().cpu().contiguous().clone() for part, tensor in parts.items()}
-    about = about | {"objects": {name: list(values) for name, values in batch.non_tensor_batch.items()}, "meta": batch.meta_info}
+        for part, tensor in parts.items():
+            tensors[f"{part}/{name}"] = tensor.detach().cpu().contiguous().clone()
+    objects = {name: list(values) for name, values in batch.non_tensor_batch.items()}
+    about = about | {"objects": objects, "meta": batch.meta_info}
     text = json.dumps(about)
     if repr(json.loads(text)) != repr(about):
         raise TypeError("what an environment or a reward function returned is not of plain numbers, strings, lists and dicts")
@@ -226,8 +239,9 @@ def _pack(batch: DataProto, about: dict[str, Any]) -> bytes:
 
 
 def _unpack(packed: bytes) -> tuple[DataProto, dict[str, Any]]:
-    """Raises ValueError where it is not what was packed."""
-    digest, data = packed[:_DIGEST], packed[_DIGEST:]
+    """Raise ValueError unless the checksum is right."""
+    digest = packed[:_DIGEST]
+    data = packed[_DIGEST:]
     if hashlib.sha256(data).hexdigest().encode() != digest:
         raise ValueError("its SHA-256 is not the one that it was written with")
     tensors = load(data)

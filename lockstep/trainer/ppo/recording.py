@@ -1,4 +1,4 @@
-"""One batch of a run on disk, with all that its advantages and losses are computed from: what `lockstep compare` reads.
+"""One batch of a run on disk, with all data for its advantages and losses. `lockstep compare` reads it.
 
 ```text
 step_12/
@@ -12,6 +12,7 @@ import dataclasses
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.errors import DataError, RewardError
 from lockstep.models.hf_config import read_model_config
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.plain import is_number
-from lockstep.trainer.ppo.reward_columns import set_parts
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.interfaces import Actor
+from lockstep.trainer.ppo.rewards import Scored, set_parts
+from lockstep.utils.json_values import is_number
 
 PREFIX = "step_"
 _BATCH, _CONFIG, _MODEL = "batch.pt", "config.yaml", "model"
@@ -34,7 +35,7 @@ _BATCH, _CONFIG, _MODEL = "batch.pt", "config.yaml", "model"
 
 @dataclass(frozen=True)
 class Recording:
-    """What one folder holds."""
+    """The contents of one folder."""
 
     folder: Path
     batch: DataProto
@@ -43,14 +44,14 @@ class Recording:
     """The policy that wrote the responses."""
 
 
-def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Any, tokenizer: Any) -> Path:
-    """Write the batch of a step, with every number that the judges gave as reward_parts; returns the folder. Changes `batch`.
+def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_coef: float, actor: Actor, tokenizer: Any) -> Path:
+    """Write the batch of a step, with every number of the judges as reward_parts; return the folder. Changes `batch`.
 
-    The folder has its name only when it is complete; one that is there already is replaced. `actor` is the group that has the policy,
-    `kl_coef` the present weight of the KL in the reward.
+    The folder gets its name when it is complete; an older one is replaced. `kl_coef` is the present weight of the KL in the reward.
     """
     batch.meta_info["global_step"] = step
-    if names := number_parts(scored):
+    names = number_parts(scored)
+    if names:
         set_parts(batch, scored, names)
     kl_ctrl = dataclasses.replace(config.algorithm.kl_ctrl, kl_coef=kl_coef)
     config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, kl_ctrl=kl_ctrl))
@@ -63,7 +64,7 @@ def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_co
     model = config.actor_rollout_ref.model
     read_model_config(str(model.path), model.trust_remote_code, **model.override_config).save_pretrained(draft / _MODEL)
     tokenizer.save_pretrained(draft / _MODEL)
-    (weights,) = (exported for exported in actor.export_weights() if exported is not None)
+    (weights,) = [exported for exported in actor.export_weights() if exported is not None]
     tensors = {name: tensor.contiguous() for name, tensor in weights}
     save_file(tensors, draft / _MODEL / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
@@ -71,24 +72,14 @@ def record(batch: DataProto, scored: Scored, config: PPOConfig, step: int, kl_co
     return folder
 
 
-def record_step(trainer: Any, step: int, batch: DataProto, scored: Scored) -> None:
-    """Save the batch of a step of a `RayPPOTrainer` for `lockstep compare`. The run's own stays as it is."""
-    recorded = batch.select()
-    if "reward_baselines" not in recorded:
-        _add_baselines(trainer, step, recorded)
-    kl_coef = trainer.kl_control.value
-    folder = record(recorded, scored, trainer.config, step, kl_coef, trainer.actor_wg, trainer.tokenizer)
-    trainer.display.message(f"the batch of step {step} is in {folder}")
-
-
-def _add_baselines(trainer: Any, step: int, recorded: DataProto) -> None:
-    """Writes reward_baselines, NaN where the greedy answer's reward is missing: the run asked for none, so its rows stay as they are, and
-    it goes on where too many are missing."""
+def add_baselines(recorded: DataProto, step: int, greedy_baseline: Callable[[DataProto], Any], say: Callable[[str], None]) -> None:
+    """Write reward_baselines, NaN where the greedy answer's reward is missing. The run did not ask for baselines, so its rows stay as they
+    are, and it continues with a warning if too many are missing. `greedy_baseline` writes the column, and leaves out rows without one."""
     mask = recorded.ragged("response_mask")
     try:
-        trainer.greedy_baseline(recorded, trainer.prompts.number)
+        greedy_baseline(recorded)
     except RewardError as error:
-        trainer.display.message(f"warning: the batch of step {step} is recorded without scores of greedy answers (remax): {error}")
+        say(f"warning: the batch of step {step} is recorded without scores of greedy answers (remax): {error}")
         return
     left = recorded.ragged("response_mask")
     lost = torch.tensor([bool(before.any() and not after.any()) for before, after in zip(mask.rows(), left.rows(), strict=True)])
@@ -97,9 +88,9 @@ def _add_baselines(trainer: Any, step: int, recorded: DataProto) -> None:
 
 
 def load_recording(folder: Path) -> Recording:
-    """Read a recording: the folder of one step, or a folder with only one such folder in it. The batch is unpickled.
+    """Return the recording in the folder of one step, or in a folder with only one such folder. The batch is unpickled.
 
-    Raises DataError when it is not a recording, or holds several.
+    Raise DataError if the folder is not a recording, or holds several.
     """
     steps = sorted(path.parent.name for path in folder.glob(f"{PREFIX}*/{_BATCH}"))
     if not (folder / _BATCH).is_file() and len(steps) == 1:
@@ -116,7 +107,7 @@ def load_recording(folder: Path) -> Recording:
 
 
 def number_parts(scored: Scored) -> list[str]:
-    """The judges and the keys of a reward function that gave a finite number to every row whose reward is not missing."""
+    """Return the judges and the keys of a reward function that gave a finite number to every row with a reward."""
     known = [i for i, failure in enumerate(scored.failures) if failure is None]
     columns = {**scored.extra, **scored.parts}
     return [name for name, values in columns.items() if known and all(is_number(values[i]) for i in known)]

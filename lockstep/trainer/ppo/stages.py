@@ -1,10 +1,10 @@
 """One stage of a training step, one function. Each names the columns it reads and writes (see lockstep.protocol for what they mean).
 
-Stages act on the batch in place and return metrics. They know worker groups by their methods, not by their classes.
+Stages act on the batch in place and return metrics. They know worker groups by their methods (interfaces.py), not by their classes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,61 +23,51 @@ from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Mean, Metric, average_updates, merge_metrics
 from lockstep.observability.spans import expect
 from lockstep.protocol import DataProto, Ragged
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate
+from lockstep.trainer.ppo.algorithm import Estimation, PolicyUpdate
+from lockstep.trainer.ppo.interfaces import Actor, Critic, Exchange, Reference, Rollout, Scoring
+from lockstep.trainer.ppo.passes import Drift
 
 _OPTIONAL_INPUTS = ("values", "reward_baselines", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 """Columns that estimators may read, where the run has them."""
 
 
 def token_columns(batch: DataProto) -> list[str]:
-    """What a model reads of a row."""
+    """Return the columns that a model reads."""
     return [name for name in ("prompts", "responses", "restarts", "experts") if name in batch]
 
 
-def make_prompts(dataset: Any, positions: Sequence[int], n: int, pad_token_id: int) -> DataProto:
-    """The dataset's rows at `positions`, each `n` times. Writes prompts, uid, sample and every column of the dataset."""
-    # torch's name for reading several items at once; RLHFDataset tokenises them together.
-    items = dataset.__getitems__(positions) if hasattr(dataset, "__getitems__") else [dataset[position] for position in positions]
-    columns = {key: [item[key] for item in items] for key in items[0] if key != "prompt_ids"}
-    prompts = Ragged.from_rows([item["prompt_ids"] for item in items], dtype=torch.int64)
-    data = DataProto.from_dict({"prompts": prompts}, columns, {"pad_token_id": pad_token_id})
-    data.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(data))], dtype=object)
-    data = data.repeat(n)
-    data.non_tensor_batch["sample"] = np.array(list(range(n)) * len(items), dtype=object)
-    return data
+def generate(rollout: Rollout, batch: DataProto, sampling: SamplingParams, step: int, scoring: Scoring | None = None) -> None:
+    """Read prompts, index, sample. Write responses, rollout_log_probs, response_mask, finish_reason.
 
-
-def generate(
-    rollout: Any, batch: DataProto, sampling: SamplingParams, step: int, on_finished: Callable[[int, Tensor], None] | None = None
-) -> None:
-    """Reads prompts, index, sample. Writes responses, rollout_log_probs, response_mask, finish_reason.
-
-    `on_finished(row, token ids)` is called for a response as soon as it is there, on another thread. It may not be called for all of them.
+    `scoring` gets each response as soon as it is finished, on another thread. It may not get all of them.
     """
-    prompts = batch.select(["prompts"], getattr(type(rollout), "reads", ["index", "sample"]))
+    prompts = batch.select(["prompts"], rollout.reads)
     prompts.non_tensor_batch["row"] = np.array(range(len(batch)), dtype=object)
     progress = expect(len(batch), "responses")
 
-    def hear(message: tuple[int, Tensor]) -> None:
-        progress.done, progress.tokens = progress.done + 1, progress.tokens + len(message[1])
-        if on_finished is not None:
-            on_finished(*message)
+    def receive(message: tuple[int, Tensor]) -> None:
+        row, response_ids = message
+        progress.done += 1
+        progress.tokens += len(response_ids)
+        if scoring is not None:
+            scoring.add(row, response_ids)
 
-    with rollout.receiving(hear) as send:
+    with rollout.receiving(receive) as send:
         found = rollout.generate_sequences(prompts, sampling=sampling, step=step, on_finished=send)
     if "prompts" in found:  # of episodes, whose environments write them
         batch.set("prompts", found.ragged("prompts"))
     batch.union(found)
 
 
-def sync_weights(exchange: Any) -> None:
-    """A rollout in workers of its own gets the actor's weights (`exchange`). One in the actor's workers (None) reads them as they are."""
+def sync_weights(exchange: Exchange | None) -> None:
+    """Send the actor's weights to a rollout in separate workers. A rollout in the actor's workers (None) reads them as they are."""
     if exchange is not None:
         exchange.sync()
 
 
-def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
-    """Reads prompts, responses. Writes old_log_probs, entropys; measures how far the sampler's log-probs, where it has any, are off."""
+def old_log_prob(actor: Actor, batch: DataProto, drift: Drift | None = None) -> dict[str, float]:
+    """Read prompts, responses. Write old_log_probs, entropys. Compare with the sampler's log-probs, if it has any, and let `drift` note the
+    largest difference."""
     batch.union(actor.compute_log_prob(batch.select(token_columns(batch), [])))
     check_finite(batch, "old_log_probs")
     mask = batch.ragged("response_mask").values.bool()
@@ -86,7 +76,8 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
     if len(new):
         metrics["actor/entropy"] = batch.ragged("entropys").values[mask].mean().item()
     if len(new) and _has_sampler_log_probs(batch):
-        difference, ratio = (new.double().exp() - old.double().exp()).abs(), (new - old).double().exp()
+        difference = (new.double().exp() - old.double().exp()).abs()
+        ratio = (new - old).double().exp()
         metrics |= _sampler_metrics(
             log_ratio_max=(new - old).abs().max().item(),
             ratio=ratio.mean().item(),
@@ -95,43 +86,51 @@ def old_log_prob(actor: Any, batch: DataProto) -> dict[str, float]:
             difference=difference.mean().item(),
             difference_square=difference.square().mean().item(),
         )
+    if drift is not None:
+        drift.note(metrics.get("training/rollout_log_probs_diff_max"))
     return metrics
 
 
 def use_sampler_log_probs(batch: DataProto) -> None:
-    """Reads rollout_log_probs. Writes old_log_probs: for a sampler whose log-probs are the trainer's own."""
+    """Read rollout_log_probs. Write old_log_probs. For a sampler whose log-probs are the trainer's own."""
     log_probs, mask = batch.ragged("rollout_log_probs"), batch.ragged("response_mask").values.bool()
     batch.set("old_log_probs", log_probs.like(zero_outside(log_probs.values, mask)))
     check_finite(batch, "old_log_probs")
 
 
-def ref_log_prob(reference: Any, batch: DataProto) -> None:
-    """Reads prompts, responses. Writes ref_log_prob."""
+def ref_log_prob(reference: Reference, batch: DataProto) -> None:
+    """Read prompts, responses. Write ref_log_prob."""
     batch.union(reference.compute_ref_log_prob(batch.select(token_columns(batch), [])))
     check_finite(batch, "ref_log_prob")
 
 
-def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[str, float]:
-    """Reads old_log_probs, rollout_log_probs, response_mask, uid. Writes rollout_is_weights; rejected tokens leave response_mask.
+def values(critic: Critic, batch: DataProto) -> None:
+    """Read prompts, responses. Write values."""
+    batch.union(critic.compute_values(batch.select(token_columns(batch), [])))
+    check_finite(batch, "values")
 
-    What has left the mask is out of the losses' denominators, the estimators' sums and the groups' statistics. Where the sampler's
-    log-probs serve as old log-probs the correction is the identity. None does nothing.
+
+def correct(batch: DataProto, correction: mismatch.Correction | None) -> dict[str, float]:
+    """Read old_log_probs, rollout_log_probs, response_mask, uid. Write rollout_is_weights; rejected tokens leave response_mask.
+
+    Tokens outside the mask do not count in the losses' denominators, the estimators' sums and the groups' statistics. If the sampler's
+    log-probs serve as old log-probs, the correction is the identity. None does nothing.
     """
     if correction is None:
         return {}
     rows, mask = _rows_and_mask(batch)
     old, rollout = (batch.ragged(name).values for name in ("old_log_probs", "rollout_log_probs"))
-    weights, kept, metrics = mismatch.correct(correction, old, rollout, mask, rows, _group(batch))
+    weights, accepted, metrics = mismatch.correct(correction, old, rollout, mask, rows, group_numbers(batch))
     if weights is not None:
         _set_tokens(batch, "rollout_is_weights", weights)
     if correction.rejections:
-        _set_tokens(batch, "response_mask", kept.long())
+        _set_tokens(batch, "response_mask", accepted.long())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def shape_rewards(batch: DataProto, estimation: Estimation, kl_control: KLController) -> dict[str, float]:
-    """Reads token_level_scores, response_mask and, with KL in the reward, old_log_probs and ref_log_prob. Writes token_level_rewards; with
-    KL in the reward, `kl_control` is updated."""
+    """Read token_level_scores, response_mask and, with KL in the reward, old_log_probs and ref_log_prob. Write token_level_rewards. With KL
+    in the reward, update `kl_control`."""
     rows, mask = _rows_and_mask(batch)
     rewards = batch.ragged("token_level_scores").values
     metrics = {}
@@ -148,60 +147,85 @@ def shape_rewards(batch: DataProto, estimation: Estimation, kl_control: KLContro
 
 
 def estimate(batch: DataProto, estimation: Estimation) -> None:
-    """Reads token_level_rewards, response_mask, uid and, where the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
-    reward_parts, sum_pi_squared, rollout_is_weights. Writes advantages, returns."""
+    """Read token_level_rewards, response_mask, uid and, if the run has them, ref_log_prob, old_log_probs, values, reward_baselines,
+    reward_parts, sum_pi_squared, rollout_is_weights. Write advantages, returns."""
     rows, mask = _rows_and_mask(batch)
-    optional = {name: batch.columns[name] for name in _OPTIONAL_INPUTS if name in batch}
-    columns = {
+    columns: dict[str, Any] = {
         "token_level_rewards": batch.ragged("token_level_rewards").values,
         "response_mask": mask,
-        **{name: column.values if isinstance(column, Ragged) else column for name, column in optional.items()},
-        **{
-            name: turn_discount(batch.ragged("turn").values, mask, rows, value) for name, value in estimation.turn_discounts.items()
-        },
         "reward_parts": _reward_parts(batch, estimation.reward_keys),
-        "group": _group(batch),
+        "group": group_numbers(batch),
         "index": batch.non_tensor_batch["uid"],
     }
+    for name in _OPTIONAL_INPUTS:
+        if name in batch:
+            column = batch.columns[name]
+            columns[name] = column.values if isinstance(column, Ragged) else column
+    for name, value in estimation.turn_discounts.items():
+        columns[name] = turn_discount(batch.ragged("turn").values, mask, rows, value)
     advantages, returns = read_estimate(estimation.estimator, estimation.estimator(columns, rows), rows)
-    for name, values in (("advantages", advantages), ("returns", returns)):
-        _set_tokens(batch, name, values)
+    _set_tokens(batch, "advantages", advantages)
+    _set_tokens(batch, "returns", returns)
+
+
+def update_critic(critic: Critic, batch: DataProto, mini_batches: Sequence[Tensor]) -> dict[str, float]:
+    """Read values, returns. Make one optimizer step for each of `mini_batches` (row numbers)."""
+    data = batch.select([*token_columns(batch), "response_mask", "values", "returns"], ["index"])
+    updates: list[dict[str, Metric]] = []
+    for rows in mini_batches:
+        mini_batch = data.select_idxs(rows)
+        updates.append(merge_metrics(critic.update_critic(mini_batch, denominators=denominators_of(mini_batch))))
+    return average_updates(updates)
+
+
+def learn_values(critic: Critic, batch: DataProto, estimation: Estimation) -> dict[str, float]:
+    """Read token_level_rewards. Write values. Make the critic's only update of this batch. Its own forward pass gives the values, and so
+    the returns (`Estimation.of_values`)."""
+    data = batch.select([*token_columns(batch), "response_mask", "token_level_rewards"], ["index"])
+    found = critic.learn_values(data, denominators=denominators_of(data), discounts=estimation.of_values)
+    metrics = found.meta_info.pop("metrics")
+    batch.union(found)
+    check_finite(batch, "values")
+    ranks: list[dict[str, Metric]] = []
+    for name, metric in metrics.items():
+        of_ranks = metric if isinstance(metric, list) else [metric]
+        ranks += [{name: one} for one in of_ranks]
+    return average_updates([merge_metrics(ranks)])
 
 
 def update_actor(
-    actor: Any, batch: DataProto, mini_batches: Sequence[Tensor], update: PolicyUpdate
-) -> tuple[dict[str, float], float | None]:
-    """Reads advantages and, where the run has them, old_log_probs, ref_log_prob and rollout_is_weights.
+    actor: Actor, batch: DataProto, mini_batches: Sequence[Tensor], update: PolicyUpdate, drift: Drift | None = None
+) -> dict[str, float]:
+    """Read advantages and, if the run has them, old_log_probs, ref_log_prob and rollout_is_weights.
 
     One optimizer step for each of `mini_batches` (row numbers). What the policy loss needs of a whole mini-batch is computed here,
-    before it is cut.
+    before it is cut. A row whose advantages are all 0 is left out if it has no part in the gradient; actor/skipped_rows is their share.
 
-    A row whose advantages are all 0 is left out where it has no part in the gradient; actor/skipped_rows is their share.
-
-    Returns the metrics and the largest |log-prob| difference between sampler and trainer. Where there was no pass for the old log-probs
-    (the batch has no entropys), the first mini-batch, before any step, measures that difference, and the metrics training/rollout_* too.
-    The difference is None where a pass has measured it, and where there is nothing to compare: no rollout_log_probs, or no token of the
-    policy in that mini-batch.
+    If there was no pass for the old log-probs (the batch has no entropys), the first mini-batch, before any step, compares the trainer's
+    log-probs with the sampler's: metrics training/rollout_*. `drift` then notes the largest difference, or None without a comparison: no
+    rollout_log_probs, or no token of the policy in that mini-batch.
     """
+    had_pass = "entropys" in batch
     updates: list[dict[str, Metric]] = []
     for rows in mini_batches:
         mini_batch = actor_mini_batch(batch, rows, update)
-        if not updates and "entropys" not in batch and _has_sampler_log_probs(batch):
+        if not updates and not had_pass and _has_sampler_log_probs(batch):
             mini_batch.union(batch.select(["rollout_log_probs"], []).select_idxs(rows))
-        kept = rows_with_gradient(mini_batch, update)
-        sent = mini_batch if len(kept) == len(mini_batch) else mini_batch.select_idxs(kept)
+        chosen = rows_with_gradient(mini_batch, update)
+        sent = mini_batch if len(chosen) == len(mini_batch) else mini_batch.select_idxs(chosen)
         updates.append(merge_metrics(actor.update_actor(sent, denominators=denominators_of(mini_batch))))
-        updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(kept)), float(len(mini_batch)))
-    found = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
+        updates[-1]["actor/skipped_rows"] = Mean(float(len(mini_batch) - len(chosen)), float(len(mini_batch)))
+    sampler = {name: updates[0].pop(name).value for name in list(updates[0]) if name.startswith("sampler/")}
     metrics = average_updates(updates)
-    if "sampler/log_ratio_max" not in found:
-        return metrics, None
-    metrics |= _sampler_metrics(**{name.removeprefix("sampler/"): value for name, value in found.items()})
-    return metrics, found["sampler/log_ratio_max"]
+    if "sampler/log_ratio_max" in sampler:
+        metrics |= _sampler_metrics(**{name.removeprefix("sampler/"): value for name, value in sampler.items()})
+    if drift is not None and not had_pass:
+        drift.note(sampler.get("sampler/log_ratio_max"))
+    return metrics
 
 
 def _has_sampler_log_probs(batch: DataProto) -> bool:
-    """Whether the engine that generated gave a log-prob for every token that the policy wrote."""
+    """Return whether the sampler gave a log-prob for every token of the policy."""
     mask = batch.ragged("response_mask").values.bool()
     return "rollout_log_probs" in batch and not batch.ragged("rollout_log_probs").values[mask].isnan().any()
 
@@ -209,9 +233,9 @@ def _has_sampler_log_probs(batch: DataProto) -> bool:
 def _sampler_metrics(
     *, log_ratio_max: float, ratio: float, ratio_square: float, difference_max: float, difference: float, difference_square: float
 ) -> dict[str, float]:
-    """training/rollout_*: of each token's ratio r of the trainer's over the sampler's probability, and of their difference.
+    """Return training/rollout_*: of each token's ratio r of the trainer's over the sampler's probability, and of their difference.
 
-    `ratio_ess` is the effective share of the samples, mean(r)^2 / mean(r^2), 1 when all ratios are the same; `ratio_max` is the largest
+    `ratio_ess` is the effective share of the samples, mean(r)^2 / mean(r^2), 1 if all ratios are equal; `ratio_max` is the largest
     of r and 1 / r.
     """
     return {
@@ -226,9 +250,9 @@ def _sampler_metrics(
 
 
 def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int | None) -> list[Tensor]:
-    """Row numbers of each optimizer step: `size` prompts with all their `n` samples, `epochs` times over all prompts.
+    """Return the row numbers of each optimizer step: `size` prompts with all their `n` samples, `epochs` times over all prompts.
 
-    Prompts keep their order, or are drawn in a new one each epoch when `seed` is given.
+    Prompts keep their order; with `seed` they are shuffled anew for each epoch.
     """
 
     def one_epoch(epoch: int) -> Iterator[Tensor]:
@@ -242,7 +266,7 @@ def cut_mini_batches(num_prompts: int, n: int, size: int, epochs: int, seed: int
 
 
 def actor_mini_batch(batch: DataProto, rows: Tensor, update: PolicyUpdate) -> DataProto:
-    """Those rows with the columns that an update of the actor reads, and those that the policy loss wants computed from all of them."""
+    """Return these rows with the columns that an update of the actor reads, and the columns that the policy loss computes from all rows."""
     optional = [name for name in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if name in batch]
     data = batch.select([*token_columns(batch), "response_mask", "advantages", *optional], ["index", "sample"])
     mini_batch = data.select_idxs(rows)
@@ -250,37 +274,37 @@ def actor_mini_batch(batch: DataProto, rows: Tensor, update: PolicyUpdate) -> Da
         return mini_batch
     objects = mini_batch.non_tensor_batch
     keys = [(int(index) << 24) + int(sample) for index, sample in zip(objects["index"], objects["sample"], strict=True)]
-    kept, mask = _rows_and_mask(mini_batch)
+    rows_of_tokens, mask = _rows_and_mask(mini_batch)
     columns = {
         "old_log_prob": mini_batch.ragged("old_log_probs").values if "old_log_probs" in mini_batch else None,
         "advantages": mini_batch.ragged("advantages").values,
         "response_mask": mask,
         "row_keys": torch.tensor(keys, dtype=torch.int64),
     }
-    for name, values in update.prepare(columns, kept).items():
+    for name, values in update.prepare(columns, rows_of_tokens).items():
         _set_tokens(mini_batch, name, values)
     return mini_batch
 
 
 def _rows_and_mask(batch: DataProto) -> tuple[Rows, Tensor]:
-    """How the response tokens divide into rows, and which of them the policy wrote (bool [M])."""
+    """Return how the response tokens divide into rows, and which of them the policy wrote (bool [M])."""
     mask = batch.ragged("response_mask")
     return Rows(mask.lengths), mask.values.bool()
 
 
 def _set_tokens(batch: DataProto, name: str, values: Tensor) -> None:
-    """Write a column of one number per response token [M]. Raises NumericalError when one is not finite."""
+    """Write a column of one number per response token [M]. Raise NumericalError unless all are finite."""
     batch.set(name, batch.ragged("responses").like(values))
     check_finite(batch, name)
 
 
-def _group(batch: DataProto) -> Tensor:
-    """[rows]: rows of one prompt share a number."""
+def group_numbers(batch: DataProto) -> Tensor:
+    """Read uid. Return int64 [rows]: rows of one prompt share a number."""
     return torch.from_numpy(np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1])
 
 
 def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None:
-    """The columns of reward_parts that algorithm.gdpo_reward_keys names [rows, K], or None where it names none."""
+    """Return the columns of reward_parts that algorithm.gdpo_reward_keys names [rows, K]; None without the key."""
     if keys is None:
         return None
     names = list(batch.meta_info.get("reward_part_names", ()))
@@ -294,18 +318,23 @@ def _reward_parts(batch: DataProto, keys: Sequence[str] | None) -> Tensor | None
 
 
 def rows_with_gradient(mini_batch: DataProto, update: PolicyUpdate) -> Tensor:
-    """The row numbers that have a part in the gradient of the policy loss. Where no row has, it is one row all the same, because an update
-    is made in any case: the first with a token of the policy, so that there is something to measure."""
-    everything = torch.arange(len(mini_batch))
+    """Return the numbers of the rows that have a part in the gradient of the policy loss.
+
+    If no row has, return one row, because an update is made in any case: the first with a token of the policy, so that there is something
+    to measure.
+    """
+    numbers = torch.arange(len(mini_batch))
     if not update.skips_rows or not len(mini_batch):
-        return everything
+        return numbers
     rows, mask = _rows_and_mask(mini_batch)
     has_advantage = rows.sum((mini_batch.ragged("advantages").values != 0) & mask) > 0
-    return everything[has_advantage] if has_advantage.any() else (rows.sum(mask) > 0).long().argmax(0, keepdim=True)
+    if has_advantage.any():
+        return numbers[has_advantage]
+    return (rows.sum(mask) > 0).long().argmax(0, keepdim=True)
 
 
 def denominators_of(mini_batch: DataProto) -> Denominators:
-    """Those of a whole mini-batch, whichever of its rows are sent."""
+    """Return the denominators of a whole mini-batch, whichever of its rows are sent."""
     rows, mask = _rows_and_mask(mini_batch)
     return Denominators.of(mask, rows)
 

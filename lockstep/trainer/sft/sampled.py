@@ -12,6 +12,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.config.sft import SFTConfig
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.models.hf_config import stop_token_ids
+from lockstep.trainer.ppo.interfaces import Rollout
 from lockstep.trainer.ppo.rewards import Judge
 from lockstep.trainer.ppo.validation import validate
 
@@ -48,7 +49,7 @@ class SampledAnswers:
         )
         return cls(config, dataset, sampling, Judge(reward_fn, tokenizer, config.reward.max_failure_rate, section.run_dir))
 
-    def validate(self, rollout: Any, step: int, rows: list[int], first: list[int] | None) -> dict[str, float]:
+    def validate(self, rollout: Rollout, step: int, rows: list[int], first: list[int] | None) -> dict[str, float]:
         """Answer the prompts in these rows and judge them; the samples go to the run's folder `validation`. `first` are those of the
         validation before the first step (trainer/ppo/validation.py::validate)."""
         own, folder = self.config.sampled, self.config.trainer.run_dir / "validation"

@@ -10,6 +10,7 @@ from lockstep.data.supervised import SupervisedDataset
 from lockstep.observability.display import View
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import WorkerGroup
+from lockstep.trainer.ppo.interfaces import RolloutWorkers
 from lockstep.trainer.role import Role
 from lockstep.trainer.sft.sampled import SampledAnswers
 from lockstep.trainer.stage_run import StageRun
@@ -67,7 +68,9 @@ class SFTTrainer(StageRun):
         if self.sampled is not None:
             count, n = len(self.sampled.dataset), self.config.sampled.n
             rows = self._validated_rows("sampled", count, n, self.config.data.train_batch_size)
-            metrics |= self.sampled.validate(self.model_wg, self.global_steps, rows, self._first_rows("sampled", count))
+            metrics |= self.sampled.validate(
+                RolloutWorkers(self.model_wg), self.global_steps, rows, self._first_rows("sampled", count)
+            )
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:

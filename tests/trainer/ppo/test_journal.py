@@ -25,8 +25,8 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
 from lockstep.tools.verify_resume import differences
 from lockstep.trainer.ppo import stages
-from lockstep.trainer.ppo.journal import Journal, journaled
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.journal import Journal, JournaledRollout, JournaledScorer
+from lockstep.trainer.ppo.rewards import Scored
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(1,), seed=0)
 
@@ -78,7 +78,8 @@ class Step:
         self.rollout, self.scores, self.said = Rollout(), Scores(folder), list[str]()
         self.config = load_config([f"trainer.default_local_dir={folder}", "trainer.max_restarts=1", *overrides])
         self.journal = Journal(self.config, lambda: weights, self.said.append)
-        self.generator, self.scorer = journaled(self.rollout, self.scores, self.journal)
+        self.generator = JournaledRollout(self.rollout, self.journal)
+        self.scorer = JournaledScorer(self.scores, self.journal, folder, self.scores.tokenizer)
 
     def __call__(self, number: int = 1, sampling: SamplingParams = SAMPLING) -> tuple[DataProto, Any]:
         prompts = Ragged.from_rows([[2, 3], [4], [5]], dtype=torch.int64)
@@ -180,7 +181,9 @@ class Group:
     def __init__(self) -> None:
         self.rollout = Rollout()
 
-    def run_episodes(self, prompts: DataProto, agent: Any, sampling: SamplingParams, step: int) -> DataProto:
+    def run_episodes(
+        self, prompts: DataProto, agent: Any, sampling: SamplingParams, step: int, on_finished: Any = None
+    ) -> DataProto:
         found = self.rollout.generate_sequences(prompts, sampling, step)
         found.non_tensor_batch["episode"] = [{"seed": 0, "temperature": sampling.temperature}] * len(prompts)
         return found
@@ -193,7 +196,7 @@ class Episodes:
         self.group, agent = Group(), SimpleNamespace(kind=lambda name: {"tools": [], "is_judged": True})
         rollout = EpisodeRollout(self.group, cast(Agent, agent), Recorder(folder), last_step=2)
         config = load_config([f"trainer.default_local_dir={folder}", "trainer.max_restarts=1"])
-        self.generator, _ = journaled(rollout, None, Journal(config, lambda: "w", print))
+        self.generator = JournaledRollout(rollout, Journal(config, lambda: "w", print))
 
     def __call__(self, temperature: float, environment: str | None = None) -> int:
         prompts = Ragged.from_rows([[2, 3], [4], [5]], dtype=torch.int64)

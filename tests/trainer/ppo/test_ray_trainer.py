@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, DataError, ResourceError, RewardError
 from lockstep.observability.metrics import Max
 from lockstep.rewards.manager import RewardManager
 from lockstep.single_controller.base import Dispatch, register
-from lockstep.trainer.ppo.drift import Drift
+from lockstep.trainer.ppo.passes import Drift
 from lockstep.trainer.role import Role
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker

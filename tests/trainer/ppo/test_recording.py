@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from safetensors.torch import load_file
 from lockstep.errors import DataError, RewardError
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
-from lockstep.trainer.ppo.missing_rewards import leave_out
-from lockstep.trainer.ppo.recording import _add_baselines, load_recording, number_parts
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.recording import add_baselines, load_recording, number_parts
+from lockstep.trainer.ppo.rewards import Scored, leave_out
 
 NOT_OF_THE_RUN = ("tim", "perf")
 
@@ -100,21 +98,20 @@ def test_a_missing_score_of_a_greedy_answer_takes_no_row_out_of_the_recorded_bat
         rows = Ragged.from_rows([torch.ones(2), torch.ones(1), torch.zeros(1)])
         return DataProto.from_dict({"response_mask": rows}, {"uid": ["a", "a", "b"]})
 
-    def greedy_baseline(recorded, number):
+    def greedy_baseline(recorded):
         recorded.set("reward_baselines", torch.tensor([0.0, 0.0, 0.5]))
         leave_out(recorded, torch.tensor([True, True, False]))
 
-    def too_many(recorded, number):
+    def too_many(recorded):
         raise RewardError("2 of 2 rewards are missing")
 
     said = []
-    display, prompts = SimpleNamespace(message=said.append), SimpleNamespace(number=4)
     recorded, without = batch(), batch()
-    _add_baselines(SimpleNamespace(greedy_baseline=greedy_baseline, prompts=prompts, display=display), 3, recorded)
+    add_baselines(recorded, 3, greedy_baseline, said.append)
     assert recorded.ragged("response_mask").values.tolist() == [1, 1, 1, 0]
     assert torch.equal(recorded.batch["reward_baselines"].nan_to_num(-1), torch.tensor([-1.0, -1.0, 0.5]))
     assert not said
-    _add_baselines(SimpleNamespace(greedy_baseline=too_many, prompts=prompts, display=display), 3, without)
+    add_baselines(without, 3, too_many, said.append)
     assert "reward_baselines" not in without
     assert "step 3" in said[0]
     assert "2 of 2" in said[0]

@@ -1,15 +1,25 @@
+"""When missing rewards end a run, and what the error says."""
+
+from __future__ import annotations
+
 import math
+from fractions import Fraction
+from math import comb
 
 import pytest
 import torch
 from helpers.batches import column, make_batch, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.config import PPOConfig
+from lockstep.config.reward import OverlongConfig
 from lockstep.errors import RewardError
 from lockstep.observability.metrics import values
+from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
 from lockstep.trainer.ppo import rewards
-from lockstep.trainer.ppo.scored import Scored
+from lockstep.trainer.ppo.rewards import Scored, chance_of, check_failures, check_validated
 
 NAN = float("nan")
 
@@ -95,3 +105,136 @@ def test_metrics_count_what_is_missing_and_average_what_is_not():
     assert "reward/retries" not in metrics
     said.retries = [0, 3, 1, 0]
     assert values(rewards.reward_metrics(said))["reward/retries"] == 4.0
+
+
+def batch_of(num_rows: int, num_missing: int, kind: str = "raised", retries: int = 0) -> tuple[DataProto, Scored]:
+    failures = [Failure(kind, "Traceback\nValueError: why", num_retries=retries)] * num_missing + [None] * (num_rows - num_missing)
+    batch = DataProto({}, {"index": list(range(num_rows))})
+    return batch, Scored(failures, [0.0] * num_rows, retries=[retries] * num_rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_rows=st.integers(1, 40), data=st.data(), rate=st.fractions(0, 1, max_denominator=20))
+def test_the_chance_is_that_of_counted_outcomes(num_rows, data, rate):
+    count = data.draw(st.integers(0, num_rows))
+    exact = sum(comb(num_rows, k) * rate**k * (1 - rate) ** (num_rows - k) for k in range(count, num_rows + 1))
+    assert isinstance(exact, Fraction | int)
+    assert chance_of(count, num_rows, float(rate)) == pytest.approx(float(exact), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_missing", "rate", "ends"),
+    [
+        (16, 4, 0.1, False),
+        (16, 6, 0.1, False),
+        (16, 7, 0.1, True),
+        (2, 2, 0.1, True),  # all
+        (2, 2, 1.0, False),
+        (1000, 100, 0.1, False),
+        (1000, 150, 0.1, True),
+        (50, 1, 0.0, True),
+        (50, 0, 0.0, False),
+    ],
+)
+def test_a_validation_ends_a_run_when_chance_does_not_explain_what_is_missing(num_rows, num_missing, rate, ends):
+    if ends:
+        with pytest.raises(RewardError):
+            check_validated(*batch_of(num_rows, num_missing), rate)
+    else:
+        check_validated(*batch_of(num_rows, num_missing), rate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "retries", "cure"),
+    [
+        ("raised", 0, "reward.retries=3"),
+        ("timeout", 2, "raise reward.retries"),
+        ("environment", 0, "agent.retries"),
+        ("invalid", 0, "reward.max_failure_rate=0.25"),
+    ],
+)
+def test_the_cure_and_the_file_stand_above_the_first_traceback_and_the_file_again_below_the_last(tmp_path, kind, retries, cure):
+    with pytest.raises(RewardError) as caught:
+        check_failures(*batch_of(16, 4, kind, retries), 0.1, tmp_path)
+    text = str(caught.value)
+    above, _, below = text.partition("Traceback")
+    file = str(tmp_path / "reward_failures.jsonl")
+    assert cure in above
+    assert "reward.max_failure_rate=0.25" in above
+    assert ("reward.retries" in above) == (kind in ("raised", "timeout"))
+    assert file in above
+    assert file in below.splitlines()[-1]
+
+
+def test_the_rate_that_the_error_names_allows_what_was_missing():
+    for num_missing in range(2, 17):
+        batch, scored = batch_of(16, num_missing)
+        with pytest.raises(RewardError) as caught:
+            check_failures(batch, scored, 0.1)
+        named = float(str(caught.value).partition("allow more with reward.max_failure_rate=")[2].split()[0])
+        check_failures(batch, scored, named)
+
+
+def test_a_reward_model_gets_the_question_and_the_text_of_the_rows_that_it_judges():
+    class Tokenizer:
+        def batch_decode(self, rows, skip_special_tokens):
+            return [f"text {row}" for row in rows]
+
+    class Model:
+        def compute_rm_score(self, data):
+            self.data = data
+            return DataProto.from_dict({"rm_scores": column([[2.0] * len(row) for row in rows_of(data, "responses")])})
+
+    class Manager:
+        def wants_model(self, data):
+            return torch.tensor([False, True])
+
+    model, batch = Model(), make_batch()
+    rewards.model_scores(model, None, batch, Tokenizer())
+    assert list(model.data.non_tensor_batch["response_text"]) == ["text [5, 6, 7]", "text [8]"]
+    assert list(model.data.non_tensor_batch["raw_prompt"]) == ["question 0", "question 1"]
+    assert rows_of(batch, "rm_scores") == [[2, 2, 2], [2]]
+    batch = make_batch()
+    rewards.model_scores(model, Manager(), batch, Tokenizer())
+    assert list(model.data.non_tensor_batch["response_text"]) == ["text [8]"]
+    assert (rows_of(batch, "rm_scores"), batch.batch["rm_judged"].tolist()) == ([[0, 0, 0], [2]], [False, True])
+
+
+def test_a_baseline_is_that_of_the_prompt_and_a_missing_one_leaves_the_prompt_out():
+    responses = ((5,), (6,), (7,), (8,))
+    batch = make_batch(responses)
+    greedy = make_batch(((1, 2), (3,)), token_level_scores=[[0.0, 0.25], [0.75]])
+    greedy.non_tensor_batch["uid"][:] = ["1", "0"]
+    missing = rewards.baselines(batch, greedy, scored(0, rows=2))
+    assert batch.batch["reward_baselines"].tolist() == [0.75, 0.75, 0.25, 0.25]
+    assert rows_of(batch, "response_mask") == [[1], [1], [0], [0]]
+    assert missing == 1
+
+
+def test_the_overlong_penalty_is_on_the_last_token():
+    batch = make_batch(((1,) * 8, (1,) * 10, ()), token_level_scores=[[0.0] * 7 + [1.0], [0.0] * 9 + [1.0], []])
+    said = scored(rows=3)
+    metrics = rewards.penalise_overlong(batch, said, OverlongConfig(enable=True, len=4, penalty_factor=2.0), 10)
+    assert said.parts == {"overlong_penalty": [-1.0, -2.0, 0.0]}
+    assert [sum(row) for row in rows_of(batch, "token_level_scores")] == [0.0, -1.0, 0.0]
+    assert metrics["reward/overlong_ratio"].value == pytest.approx(2 / 3)
+
+
+def test_reward_parts_are_taken_from_judges_and_from_what_functions_return():
+    said = scored(1, rows=2, format=[0.5, None])
+    said.parts = {"rule": [1.0, None]}
+    batch = make_batch()
+    rewards.set_parts(batch, said, ["rule", "format"])
+    assert batch.batch["reward_parts"].tolist() == [[1.0, 0.5], [0.0, 0.0]]
+    with pytest.raises(RewardError, match="no reward part 'style'.*known parts: rule, format"):
+        rewards.set_parts(batch, said, ["style"])
+    for value in ("good", [0.5], math.nan):
+        with pytest.raises(RewardError, match=r"gdpo_reward_keys names 'tone', which is not a finite number in 1 rows"):
+            rewards.set_parts(batch, scored(1, rows=2, tone=[value, None]), ["tone"])
+
+
+def test_what_is_known_of_rows_can_be_cut_and_joined():
+    first, second = scored(1, rows=2, acc=[1, 2]), scored(rows=1)
+    joined = Scored.concat([first, second])
+    assert (joined.extra, [f is None for f in joined.failures]) == ({"acc": [1, 2, None]}, [True, False, True])
+    assert joined.select([2, 0]).extra == {"acc": [None, 1]}

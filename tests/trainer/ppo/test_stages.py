@@ -1,5 +1,6 @@
 import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from lockstep.errors import ConfigError, NumericalError
 from lockstep.observability.metrics import Max, Mean, Sum
 from lockstep.observability.spans import progress, running
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo import critic_stages, stages
-from lockstep.trainer.ppo.resolved import Estimation, PolicyUpdate, read_correction
+from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.algorithm import Estimation, PolicyUpdate, correction_of
 
 NAN = float("nan")
 
@@ -54,41 +55,23 @@ class Learner:
     update_critic = update_actor
 
 
-# -- prompts and generation ------------------------------------------------------------------------------------------------
+class Noted:
+    """A drift that keeps what it was told."""
+
+    def __init__(self):
+        self.differences = []
+
+    def note(self, difference):
+        self.differences.append(difference)
 
 
-def test_prompts_are_the_datasets_rows_each_n_times_with_ids_of_their_own():
-    dataset = [{"prompt_ids": [i, i + 1], "index": i, "data_source": f"s{i}", "extra_info": {"i": i}} for i in range(4)]
-    dataset[2]["prompt_ids"] = []
-    batch = stages.make_prompts(dataset, [3, 2], n=2, pad_token_id=9)
-    assert rows_of(batch, "prompts") == [[3, 4], [3, 4], [], []]
-    assert batch.ragged("prompts").values.dtype == torch.int64
-    assert {name: list(values) for name, values in batch.non_tensor_batch.items()} == {
-        "index": [3, 3, 2, 2],
-        "data_source": ["s3", "s3", "s2", "s2"],
-        "extra_info": [{"i": 3}, {"i": 3}, {"i": 2}, {"i": 2}],
-        "uid": ["0", "0", "1", "1"],
-        "sample": [0, 1, 0, 1],
-    }
-    assert batch.meta_info == {"pad_token_id": 9}
-
-
-def test_a_dataset_that_can_is_asked_for_all_rows_at_once():
-    class Together(list):
-        asked = []
-
-        def __getitems__(self, positions):
-            self.asked.append(list(positions))
-            return [self[position] for position in positions]
-
-    dataset = Together({"prompt_ids": [i], "index": i} for i in range(4))
-    batch = stages.make_prompts(dataset, [3, 1], n=1, pad_token_id=9)
-    assert rows_of(batch, "prompts") == [[3], [1]]
-    assert dataset.asked == [[3, 1]]
+# -- generation ------------------------------------------------------------------------------------------------------------
 
 
 class Sampler(Group):
-    """A worker group that tells of its first response before it answers."""
+    """A rollout that tells of its first response before it answers."""
+
+    reads = ("index", "sample")
 
     @contextmanager
     def receiving(self, handle):
@@ -106,7 +89,8 @@ def test_generation_sees_the_prompts_and_the_sampling_key_and_counts_what_it_hea
     sampling = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=3, stop_token_ids=(1,), seed=0)
     heard = []
     with progress("gen"):
-        stages.generate(group, batch, sampling, step=4, on_finished=lambda row, ids: heard.append((row, ids.tolist())))
+        scoring = SimpleNamespace(add=lambda row, ids: heard.append((row, ids.tolist())))
+        stages.generate(group, batch, sampling, 4, scoring)
     assert (group.heard, heard) == ((1, 2, 3), [(1, [5, 6, 7])])
     ((method, data, arguments),) = group.calls
     assert (method, arguments) == ("generate_sequences", {"sampling": sampling, "step": 4})
@@ -120,7 +104,9 @@ def test_generation_sees_the_prompts_and_the_sampling_key_and_counts_what_it_hea
 def test_old_log_probs_are_compared_with_the_samplers_on_the_policys_tokens():
     old, sampled = [[-1.0, -2.0, -9.0], [-0.5]], [[-1.5, -2.0, -1.0], [-0.25]]
     batch = make_batch(mask=[[1, 1, 0], [1]], rollout_log_probs=sampled)
-    metrics = stages.old_log_prob(Group(old_log_probs=old, entropys=[[1.0, 2.0, 90.0], [3.0]]), batch)
+    drift = Noted()
+    metrics = stages.old_log_prob(Group(old_log_probs=old, entropys=[[1.0, 2.0, 90.0], [3.0]]), batch, drift)
+    assert drift.differences == [0.5]
     pairs = [(-1.0, -1.5), (-2.0, -2.0), (-0.5, -0.25)]
     differences = [abs(math.exp(a) - math.exp(b)) for a, b in pairs]
     mean, ratios = sum(differences) / 3, [math.exp(a - b) for a, b in pairs]
@@ -163,7 +149,7 @@ def test_the_samplers_log_probs_can_stand_in():
     [
         (stages.old_log_prob, "old_log_probs"),
         (stages.ref_log_prob, "ref_log_prob"),
-        (critic_stages.values, "values"),
+        (stages.values, "values"),
         (lambda _, batch: stages.use_sampler_log_probs(batch), "old_log_probs"),
     ],
 )
@@ -353,7 +339,8 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     )
     mini_batches = [torch.tensor([2, 3]), torch.tensor([0, 1])]
     actor, critic = Learner(), Learner()
-    metrics, drift = stages.update_actor(actor, batch, mini_batches, PolicyUpdate.of(ActorConfig()))
+    drift = Noted()
+    metrics = stages.update_actor(actor, batch, mini_batches, PolicyUpdate.of(ActorConfig()), drift)
     rollout = {name: value for name, value in metrics.items() if name.startswith("training/")}
     assert rollout == pytest.approx(  # of the first update: the old log-probs are the sampler's
         {
@@ -367,7 +354,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
         }
     )
     metrics = {name: value for name, value in metrics.items() if name not in rollout}
-    assert drift == 1.0  # of the first update, before any step
+    assert drift.differences == [1.0]  # of the first update, before any step
     assert metrics == {"actor/tokens": 2.5, "actor/log_ratio_max": 2.0, "actor/skipped_rows": 0.25}
     assert [(list(d.non_tensor_batch["index"]), c.tokens, c.sequences) for d, c in actor.calls] == [
         ([32], 2, 1),  # nothing in the last row is the policy's
@@ -375,7 +362,7 @@ def test_updates_get_their_rows_and_the_counts_of_the_whole_mini_batch():
     ]
     columns = {"prompts", "responses", "response_mask", "old_log_probs", "advantages"}
     assert [set(data.columns) for data, _ in actor.calls] == [columns | {"rollout_log_probs"}, columns]
-    critic_stages.update_critic(critic, batch, mini_batches)
+    stages.update_critic(critic, batch, mini_batches)
     assert set(critic.calls[0][0].columns) == {"prompts", "responses", "response_mask", "values", "returns"}
     batch.set("ref_log_prob", column(nothing))
     batch.set("rollout_is_weights", column(nothing))
@@ -408,7 +395,7 @@ def test_rows_that_are_left_out_stay_in_the_denominators(advantages):
     rows = [[float(advantages[group])] * length for group, length in zip(groups, lengths, strict=True)]
     batch = make_batch([[1] * length for length in lengths], mask, old_log_probs=rows, advantages=rows)
     actor = Learner()
-    metrics, _ = stages.update_actor(actor, batch, [torch.arange(5)], PolicyUpdate.of(ActorConfig()))
+    metrics = stages.update_actor(actor, batch, [torch.arange(5)], PolicyUpdate.of(ActorConfig()))
     (sent, denominators) = actor.calls[0]
     assert len(sent) == max(1, sum(advantages[group] != 0 for group in groups)) < len(batch)
     assert (denominators.tokens, denominators.sequences) == (sum(lengths), len(lengths))
@@ -432,8 +419,9 @@ def test_nothing_measured_is_no_number_and_moves_no_weight():
         def update_actor(self, data, denominators):
             return [{"actor/loss": Sum(0.0), "actor/entropy": Mean(0.0, 0.0), "sampler/ratio": Mean(0.0, 0.0)}]
 
-    metrics, drift = stages.update_actor(Unmeasured(), batch, [torch.tensor([0, 1])], PolicyUpdate.of(ActorConfig()))
-    assert (metrics, drift) == ({"actor/loss": 0.0, "actor/skipped_rows": 0.5}, None)
+    drift = Noted()
+    metrics = stages.update_actor(Unmeasured(), batch, [torch.tensor([0, 1])], PolicyUpdate.of(ActorConfig()), drift)
+    assert (metrics, drift.differences) == ({"actor/loss": 0.0, "actor/skipped_rows": 0.5}, [None])
     control = make_kl_controller("adaptive", 0.5, 0.1, 100)
     estimation = Estimation.of(AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True))
     assert advantage(batch, estimation, control) == {"actor/reward_kl_penalty_coeff": 0.5}
@@ -461,7 +449,7 @@ def corrected(**options):
         rollout_log_probs=[[log(0.5), log(0.5)], [log(0.25)], [log(0.5), log(0.05)], [log(0.5)]],
         token_level_scores=[[0, 1], [2], [0, 4], [8]],
     )
-    return batch, stages.correct(batch, read_correction(RolloutCorrectionConfig(**options)))
+    return batch, stages.correct(batch, correction_of(RolloutCorrectionConfig(**options)))
 
 
 def test_no_correction_asked_for_is_none_made():
@@ -507,4 +495,4 @@ def test_every_kind_of_rejection_must_be_passed_and_is_counted_alone():
 def test_weights_that_are_not_finite_stop_the_step():
     batch = make_batch(old_log_probs=[[0, 0, 0], [0]], rollout_log_probs=[[0, 0, 0], [NAN]])
     with pytest.raises(NumericalError, match=r"rollout_is_weights is not finite for 1 rows; dataset rows \[31\]"):
-        stages.correct(batch, read_correction(RolloutCorrectionConfig(rollout_is="token")))
+        stages.correct(batch, correction_of(RolloutCorrectionConfig(rollout_is="token")))

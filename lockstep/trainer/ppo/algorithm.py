@@ -1,4 +1,4 @@
-"""What the configuration says of an algorithm, resolved once at start: functions found, their numbers bound, decisions made."""
+"""The algorithm of a configuration, bound once at start: functions found, their numbers filled in, decisions made."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lockstep.utils.files import load_reference
 
 @dataclass(frozen=True)
 class Estimation:
-    """How advantages are made of scores."""
+    """How advantages are computed from scores."""
 
     estimator: Bound
     kl_kind: str | None
-    """Which estimate of the KL to the reference is taken off the scores; None takes nothing off."""
+    """The estimate of the KL to the reference that is subtracted from scores; None subtracts nothing."""
     reward_keys: Sequence[str] | None
     """The parts of the reward that the estimator reads."""
     turn_discounts: dict[str, float]
-    """gamma and lam, where they are per turn of an episode."""
+    """gamma and lam, if they are per turn of an episode."""
     of_values: tuple[float, float] | None = None
-    """gamma and lam, where returns come from a row's own values and rewards with one number each (gae)."""
+    """gamma and lam, if returns follow from a row's own values and rewards with one number each (gae)."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig) -> Estimation:
-        """Raises ConfigError when there is no such estimator."""
+        """Raise ConfigError for an unknown estimator."""
         weights = config.gdpo_reward_weights
         parameters = {
             "config": config,
@@ -50,25 +50,25 @@ class Estimation:
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """What an update of the policy wants of a mini-batch before it is cut."""
+    """What an update of the policy needs of a mini-batch before it is cut."""
 
     prepare: Bound | None
-    """Computes columns from the whole of it."""
+    """Computes columns from the whole mini-batch."""
     skips_rows: bool
     """Whether a row whose advantages are all 0 has no part in the gradient: neither entropy, nor KL, nor the load of a mixture's experts,
     nor the policy loss moves it."""
 
     @classmethod
     def of(cls, config: ActorConfig, balances: bool = False) -> PolicyUpdate:
-        """`balances`: whether the loss has a load-balance loss in it. Raises ConfigError when there is no such loss."""
+        """`balances`: the loss contains a load-balance loss. Raise ConfigError for an unknown loss."""
         mode = config.policy_loss.loss_mode
         loss = load_reference(mode) or get_policy_loss(mode)
         is_flat = loss in FLAT_WITHOUT_ADVANTAGE and not (config.entropy_coeff or config.use_kl_loss or balances)
         return cls(bind_prepare(loss, config.loss_parameters), is_flat)
 
 
-def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction | None:
-    """The section as the algorithms take it; None where it asks for nothing. Raises ConfigError when it cannot work."""
+def correction_of(config: RolloutCorrectionConfig) -> mismatch.Correction | None:
+    """Return the correction that the section describes, None if it is off. Raise ConfigError if it cannot work."""
     correction = mismatch.make_correction(
         config.rollout_is,
         config.rollout_is_threshold,
@@ -80,19 +80,18 @@ def read_correction(config: RolloutCorrectionConfig) -> mismatch.Correction | No
 
 
 def reads_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Whether rewards decide what is learned, or which rows are."""
+    """Return whether rewards decide what is learned, or from which rows."""
     columns = Estimation.of(algorithm).estimator.columns
-    return algorithm.filter_groups.enable or any(
-        name in columns for name in ("token_level_rewards", "reward_baselines", "reward_parts")
-    )
+    reward_columns = ("token_level_rewards", "reward_baselines", "reward_parts")
+    return algorithm.filter_groups.enable or any(name in columns for name in reward_columns)
 
 
 def reads_old_log_probs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or what the policy loss
-    wants computed from a whole mini-batch. Otherwise a batch's only update, whose forward pass computes them, can do without a pass."""
+    """Return whether old log-probs are read before the update: by the correction, the KL in the reward, the estimator, or the part of the
+    policy loss that is computed from a whole mini-batch. If not, a batch's only update can compute them in its own forward pass."""
     prepare = PolicyUpdate.of(actor).prepare
     return (
-        read_correction(algorithm.rollout_correction) is not None
+        correction_of(algorithm.rollout_correction) is not None
         or algorithm.use_kl_in_reward
         or "old_log_probs" in Estimation.of(algorithm).estimator.columns
         or (prepare is not None and "old_log_prob" in prepare.columns)

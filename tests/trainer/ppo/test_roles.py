@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, WeightSyncError, WorkerDied, WorkerErro
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.ray import RayWorkerGroup
-from lockstep.trainer.ppo.weight_sync import WeightExchange
+from lockstep.trainer.ppo.roles import WeightExchange
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
 
 MANIFEST = {"a": 1, "b": 2}

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from lockstep.trainer.ppo.plain import is_number, plain
+from lockstep.utils.json_values import as_json, is_number
 
 
 def test_whatever_a_reward_function_said_can_be_written_as_strict_json():
@@ -16,7 +16,7 @@ def test_whatever_a_reward_function_said_can_be_written_as_strict_json():
         "text": ["é", Decimal("0.5"), Fraction(1, 2), {1}, np.arange(2), torch.ones(0), print, np.clongdouble(1)],
         3: {(1, 2): [{"deep": nan}]},
     }
-    written = json.loads(json.dumps(plain(said), allow_nan=False))
+    written = json.loads(json.dumps(as_json(said), allow_nan=False))
     assert written["n"] == [1, True, None, 0.5, 0.25, False, 3, 0.5]
     assert written["none"] == ["nan", "-inf", "nan", "inf"]
     assert all(isinstance(text, str) for text in written["text"])

@@ -1,7 +1,7 @@
 import pytest
 
 from lockstep.config import load_config
-from lockstep.trainer.ppo.drift import Drift, Source
+from lockstep.trainer.ppo.passes import Drift, Source
 
 MODEL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 ONE_UPDATE = {"step": 1, "num_updates": 1, "is_recorded": False}
@@ -15,11 +15,11 @@ def make(*overrides):
 def test_the_sampler_is_trusted_while_its_last_measurement_is_under_the_bound():
     drift, said = make()
     assert drift.source(1, 2, False) is Source.PASS
-    drift.heed(Source.PASS, 0.001)
+    drift.note(0.001)
     assert drift.source(2, 2, False) is Source.SAMPLER
-    drift.heed(Source.SAMPLER, 0.02)
+    drift.note(0.02)
     assert drift.source(3, 2, False) is Source.PASS
-    drift.heed(Source.PASS, 0.03)
+    drift.note(0.03)
     assert said == [
         "the sampler's log-probs are 0.02 from the trainer's, over rollout.exactness_bound=0.01: old log-probs are recomputed from "
         "the next step on"
@@ -43,7 +43,7 @@ def test_the_one_update_of_a_batch_computes_them_unless_somebody_reads_them_befo
 
 def test_a_bound_of_zero_never_takes_the_sampler_not_even_where_it_was_exact():
     drift, _ = make("actor_rollout_ref.rollout.exactness_bound=0")
-    drift.heed(Source.PASS, 0.0)
+    drift.note(0.0)
     assert drift.source(2, 2, False) is Source.PASS
 
 
@@ -54,15 +54,17 @@ def test_it_says_what_the_old_log_probs_are_now():
         (Source.SAMPLER, 1, "those of the batch's one update itself"),
     ):
         drift, said = make()
-        drift.source(**ONE_UPDATE | {"num_updates": num_updates})
-        drift.heed(source, 1.0)
+        if source is Source.SAMPLER:
+            drift.largest = 0.0
+        assert drift.source(**ONE_UPDATE | {"num_updates": num_updates}) is source
+        drift.note(1.0)
         assert said[0].endswith(f"old log-probs are {words}")
 
 
 def test_a_sampler_without_log_probs_and_one_that_is_used_as_it_is_are_not_watched():
     drift, said = make()
-    drift.heed(Source.PASS, None)
+    drift.note(None)
     assert (drift.largest, said) == (None, [])
     drift, said = make("algorithm.rollout_correction.bypass_mode=true")
-    drift.heed(Source.SAMPLER, 1.0)
+    drift.note(1.0)
     assert (drift.largest, said) == (None, [])
