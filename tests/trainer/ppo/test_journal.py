@@ -25,6 +25,7 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.outcome import Failure
 from lockstep.tools.verify_resume import differences
 from lockstep.trainer.ppo import stages
+from lockstep.trainer.ppo.interfaces import RolloutWorkers
 from lockstep.trainer.ppo.journal import Journal, JournaledRollout, JournaledScorer
 from lockstep.trainer.ppo.rewards import Scored
 
@@ -78,7 +79,7 @@ class Step:
         self.rollout, self.scores, self.said = Rollout(), Scores(folder), list[str]()
         self.config = load_config([f"trainer.default_local_dir={folder}", "trainer.max_restarts=1", *overrides])
         self.journal = Journal(self.config, lambda: weights, self.said.append)
-        self.generator = JournaledRollout(self.rollout, self.journal)
+        self.generator = JournaledRollout(RolloutWorkers(self.rollout), self.journal)
         self.scorer = JournaledScorer(self.scores, self.journal, folder, self.scores.tokenizer)
 
     def __call__(self, number: int = 1, sampling: SamplingParams = SAMPLING) -> tuple[DataProto, Any]:
