@@ -234,7 +234,6 @@ Messages = Annotated[
 Tools = Annotated[list[dict[str, Any]], FailFast()]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    FailFast(),
     Field(max_length=MAX_STOPS),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
@@ -317,7 +316,7 @@ class GenerationRequest(Body):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: StopStrings = []
-    stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     """The model's own end tokens end nothing."""
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -194,7 +194,7 @@ def test_a_body_without_a_length_is_limited_too(serve, rest):
 def test_a_key_is_asked_for_everywhere_but_at_the_door(serve):
     with serve(api_key="s\u00e9cret") as client:
         assert client.get("/health")[0] == 200
-        for path in ("/v1/models", "/metrics", "/tokenizer_info", "/other"):
+        for path in ("/v1/models", "/metrics", "/tokenizer_info", "/openapi.json", "/other", "/health/", "/healthy"):
             right = "Bearer s\u00e9cret".encode().decode("latin-1")
             wrong = ("", "Bearer secret", "s\u00e9cret", "Bearer ", f"{right}x", right[:-1], right.upper())
             for headers in ({}, *({"Authorization": value} for value in wrong)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from helpers.serving import load_served, save_served_model, serving
@@ -57,3 +59,9 @@ def test_the_openapi_page_describes_every_path_with_its_models(tmp_path):
     assert set(fields) == set(schema.CompletionRequest.model_fields)
     assert len(fields["prompt"]["anyOf"]) == 4
     assert fields["temperature"]["maximum"] == 100.0
+
+
+def test_other_commands_do_not_import_the_packages_of_the_server():
+    code = "import sys, lockstep.cli, lockstep.tools.serve; print({'fastapi', 'starlette', 'uvicorn', 'pydantic'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
