@@ -38,7 +38,7 @@ from lockstep.data.preprocess.gsm8k import INSTRUCTION
 from lockstep.data.preprocess.recipe import ask
 from lockstep.models.load import share_structure
 from lockstep.models.source import SMOLLM2, model_folder
-from lockstep.planner import count
+from lockstep.planner import needs
 from lockstep.planner.choices import PLAIN, RolloutNumbers, choose_rollout
 from lockstep.utils.garbage import frozen_objects
 from lockstep.utils.memory import free_device_memory
@@ -211,10 +211,10 @@ def _chosen(model: PreTrainedModel, rows: int, longest: int) -> RolloutNumbers:
         return PLAIN
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        rollout = count.count_rollout(
-            RolloutConfig(), ModelConfig(path=folder), actor=None, world_size=1, element=2, load=count.Load(longest, rows, rows)
+        rollout = needs.count_rollout(
+            RolloutConfig(), ModelConfig(path=folder), actor=None, world_size=1, element=2, load=needs.Load(longest, rows, rows)
         )
-    return choose_rollout(rollout, count.Load(longest, rows, rows), free)
+    return choose_rollout(rollout, needs.Load(longest, rows, rows), free)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -25,12 +25,10 @@ from lockstep.config.sft import ExamplesConfig, SFTConfig
 from lockstep.config.stage import LearnerConfig
 from lockstep.models.load import Head
 from lockstep.planner import decode
-from lockstep.planner.built import reusing_models
 from lockstep.planner.hardware import find_device
-from lockstep.planner.prediction import Lengths, predict
-from lockstep.planner.shape import Shape, read_shape
-from lockstep.planner.stage_prediction import predict_stage
-from lockstep.planner.time import Ranks, Rows, update_s
+from lockstep.planner.needs import reusing_models
+from lockstep.planner.prediction import Lengths, predict, predict_stage
+from lockstep.planner.time import Ranks, RowGroups, Shape, read_shape, update_s
 
 RESULTS = Path(__file__).parent / "results"
 H200 = find_device("h200")
@@ -162,7 +160,7 @@ def _updates(name: str, result: dict[str, Any], models: Path) -> Iterator[Case]:
         response = int(length[0]) if length else lengths[0]
         n = 1 if recipe == "sft" else 2 if recipe == "dpo" else asked.get("n", 2)  # those that share a prompt
         budget = asked["max_tokens"] if asked["max_tokens"] != "auto" else _MOST_TOKENS
-        rows = Rows(counts[lengths.index(response)] / n, n, asked["prompt"], response, budget)
+        rows = RowGroups(counts[lengths.index(response)] / n, n, asked["prompt"], response, budget)
         seconds = update_s(shape, rows, H200, Ranks(1, 1, 1), run.get("recompute", "none"), 1, shape.parameters)
         yield Case(name, f"update of {what}", "s", seconds, run["update_s"])
     if "sft" not in result["updates"]:

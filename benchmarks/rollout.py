@@ -41,7 +41,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import PACKED
 from lockstep.models.fast_layers import install_fast_layers
 from lockstep.models.load import Head, share_structure
-from lockstep.models.lora import AdaptedLinear, Lora, adapt
+from lockstep.models.lora import AdaptedLinear, Lora, add_adapters
 from lockstep.models.packing import Budget
 from lockstep.models.source import model_folder
 from lockstep.protocol import DataProto, Ragged
@@ -172,7 +172,7 @@ def _adapt(module: PreTrainedModel, rank: int) -> dict[str, Tensor]:
     """Random adapters, as training would leave them, beside every linear layer but the head; returns them by the trainer's names."""
     head = module.get_output_embeddings()
     named = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head}
-    adapt(module, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.0}) for name in named})
+    add_adapters(module, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.0}) for name in named})
     made = {}
     for name, part in module.named_modules():
         if isinstance(part, AdaptedLinear):

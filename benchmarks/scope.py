@@ -50,7 +50,6 @@ MOVED = {
     "observability/dashboards.py": ["observability/trackers.py"],
     "observability/eta.py": ["observability/display.py"],
     "observability/score_summary.py": ["trainer/ppo/validation.py"],
-    "planner/built.py": ["planner/count.py"],
     "judging/sandbox/program.py": ["judging/sandbox/judge.py"],
     "judging/sandbox/same.py": ["judging/sandbox/judge.py"],
     "single_controller/ray/leftovers.py": ["single_controller/ray/cluster.py"],

@@ -36,7 +36,7 @@ from lockstep.config.engine import FSDPConfig, ModelConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import PACKED
 from lockstep.observability.spans import StageTimer
-from lockstep.planner.count import Load
+from lockstep.planner.needs import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup

@@ -38,7 +38,7 @@ from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS, stage_optim
 from lockstep.models.packing import shared_prompt_tokens
 from lockstep.observability.metrics import merge_metrics, values
-from lockstep.planner.count import Load
+from lockstep.planner.needs import Load
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup

@@ -1,6 +1,7 @@
 """Planner: the memory and the time that a run needs, by arithmetic alone.
 
-Other rooms import from here; the names below are loaded on first use.
+A run loads `memory`, `needs` and `choices`: what is offloaded, recomputed and chosen so that its models fit. `lockstep plan` loads
+`prediction` too, which counts time (`time`, `decode`, `hardware`). Other rooms import from here; the names are loaded on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -8,34 +9,34 @@ from typing import TYPE_CHECKING
 from lockstep.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lockstep.planner.built import reusing_models
-    from lockstep.planner.choices import PLAIN, Counted, Kept, RolloutNumbers, candidates, choose, describe_chosen
-    from lockstep.planner.count import LEAST_SEQUENCES, Load
-    from lockstep.planner.hardware import Device, find_device
-    from lockstep.planner.memory import SHARE, Contents, MemoryPlan, Model, Rollout, describe_plan, host_bytes
-    from lockstep.planner.needs import (
-        Needs,
+    from lockstep.planner.choices import (
+        PLAIN,
         Numbers,
+        RolloutNumbers,
+        SavedChoice,
+        candidates,
+        choose,
+        describe_chosen,
         place_policy,
         place_training,
-        policy_needs,
         settle_policy,
         settle_training,
-        training_needs,
     )
-    from lockstep.planner.prediction import SAVE, Lengths, Prediction, predict
-    from lockstep.planner.stage_prediction import predict_stage
+    from lockstep.planner.hardware import Device, find_device
+    from lockstep.planner.memory import SHARE, Contents, MemoryPlan, Model, Rollout, describe_plan, host_bytes
+    from lockstep.planner.needs import LEAST_SEQUENCES, Footprint, Load, Needs, policy_needs, reusing_models, training_needs
+    from lockstep.planner.prediction import SAVE, Lengths, Prediction, predict, predict_stage
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "built": "reusing_models",
-        "choices": "PLAIN Counted Kept RolloutNumbers candidates choose describe_chosen",
-        "count": "LEAST_SEQUENCES Load",
+        "choices": (
+            "PLAIN Numbers RolloutNumbers SavedChoice candidates choose describe_chosen place_policy place_training settle_policy"
+            " settle_training"
+        ),
         "hardware": "Device find_device",
         "memory": "SHARE Contents MemoryPlan Model Rollout describe_plan host_bytes",
-        "needs": "Needs Numbers place_policy place_training policy_needs settle_policy settle_training training_needs",
-        "stage_prediction": "predict_stage",
-        "prediction": "SAVE Lengths Prediction predict",
+        "needs": "LEAST_SEQUENCES Footprint Load Needs policy_needs reusing_models training_needs",
+        "prediction": "SAVE Lengths Prediction predict predict_stage",
     },
 )

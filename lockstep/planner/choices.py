@@ -1,24 +1,37 @@
-"""The numbers of keys that say `auto`, chosen from a model's sizes, the memory that is free, and the load. Arithmetic only.
+"""Choose the numbers of keys that are `auto`, from the models' sizes, the free memory and the load, and write plans into the configuration.
 
 None of them changes what is computed: they say how much is computed at once. Sums over other parts round otherwise, though, so a run that
-goes on after a stop keeps the numbers it had (`Kept`), whatever memory is free then.
+resumes keeps the numbers it had (`SavedChoice`), whatever memory is free then.
 """
 
+import dataclasses
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, PolicyKeys
 from lockstep.config.auto import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
+from lockstep.config.critic import CriticConfig
+from lockstep.config.engine import EngineChoice, ModelConfig
+from lockstep.config.reward import RewardModelConfig
 from lockstep.errors import ResourceError
-from lockstep.planner.count import LEAST_SEQUENCES, Load
-from lockstep.planner.decode import PAGE
 from lockstep.planner.memory import GENERATION, SHARE, MemoryPlan, Model, Plans, Rollout, held_bytes, plan_memory, stage_bytes
+from lockstep.planner.needs import LEAST_SEQUENCES, Footprint, Load, actor_tokens, scored_tokens
 
+C = TypeVar("C", bound=EngineChoice)
+T = TypeVar("T", bound=CriticConfig | RewardModelConfig)
+Numbers = dict[str, float]
+"""Key -> what was chosen for it."""
+
+PAGE = 64
+"""Tokens of a page of the cache."""
 CANDIDATES = (8192, 16384, 32768, 65536)
 """Tokens of a micro-batch. Small models gain up to the last: the host launches fewer kernels."""
-MOST_SEATS, MOST_SENT_SEATS = 2048, 1024
+MOST_SEATS = 2048
+MOST_SENT_SEATS = 1024
 """Sequences at once: of the native engine, and of one in a process of its own, which starts longer the more it captures."""
 MOST_PASS_TOKENS = 32768
 PROMPTS_SHARE = 1 / 32
@@ -29,9 +42,6 @@ GRAPHS = 2**30
 """Bytes for captured graphs and kernels' workspaces."""
 LEAST_SHARE, MOST_SHARE = 0.05, 0.9
 """Of the free memory, the cache gets no less and no more."""
-
-Counted = tuple[Sequence[Model], Rollout | None]
-"""The models on a device and what generates there, counted for one size of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,8 @@ PLAIN = RolloutNumbers(SEATS, PASS_TOKENS, CACHE_SHARE)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a checkpoint keeps of the numbers that were chosen for a pool, and the load that they were chosen for."""
+class SavedChoice:
+    """The chosen numbers of a pool as a checkpoint keeps them, and the load that they were chosen for."""
 
     tokens: int
     max_num_seqs: int
@@ -59,8 +69,8 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """All that was chosen for the models of a device, and what follows for them."""
+class Choice:
+    """What was chosen for the models of a device, and what follows for them."""
 
     tokens: int
     """Of a micro-batch."""
@@ -70,15 +80,15 @@ class Chosen:
     plans: list[MemoryPlan]
     numbers: RolloutNumbers
     is_new: bool = False
-    """Whether there were earlier numbers that could not be kept."""
+    """Whether there were earlier numbers that the run could not keep."""
 
-    def kept(self, load: Load) -> Kept:
-        """What the next part of the run needs, to choose the same."""
+    def saved(self, load: Load) -> SavedChoice:
+        """Return what a resumed run needs to choose the same."""
         numbers = self.numbers
-        return Kept(self.tokens, numbers.max_num_seqs, numbers.max_num_batched_tokens, load.longest, load.step_rows)
+        return SavedChoice(self.tokens, numbers.max_num_seqs, numbers.max_num_batched_tokens, load.longest, load.step_rows)
 
 
-def choose(options: Mapping[int, Counted], load: Load, free: int, before: Kept | None = None) -> Chosen:
+def choose(options: Mapping[int, Footprint], load: Load, free: int, before: SavedChoice | None = None) -> Choice:
     """The numbers for models that share a device with `free` bytes.
 
     `options` has what was counted for each size of micro-batches that may be chosen, the smallest first. The largest is taken for which
@@ -101,14 +111,14 @@ def choose(options: Mapping[int, Counted], load: Load, free: int, before: Kept |
     return replace(chosen, numbers=replace(chosen.numbers, **seats))
 
 
-def _choose(options: Mapping[int, Counted], load: Load, free: int) -> Chosen:
+def _choose(options: Mapping[int, Footprint], load: Load, free: int) -> Choice:
     tokens = next(iter(options))
     rollout, plans = _fitting(*options[tokens], free)
     for larger, (models, _) in options.items():
         if max(stage_bytes(models, rollout, plans).values()) <= SHARE * free:
             tokens = larger
     models = options[tokens][0]
-    return Chosen(tokens, models, rollout, plans, _rollout_numbers(models, rollout, plans, load, free))
+    return Choice(tokens, models, rollout, plans, _rollout_numbers(models, rollout, plans, load, free))
 
 
 def _fitting(models: Sequence[Model], rollout: Rollout | None, free: int) -> tuple[Rollout | None, list[MemoryPlan]]:
@@ -179,3 +189,62 @@ def describe_chosen(values: Mapping[str, float | str]) -> str | None:
     """A line that says what was chosen: key -> value; None where nothing was left to choose."""
     found = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
     return f"chosen for {AUTO}: {found}" if found else None
+
+
+# -- into the configuration --------------------------------------------------------------------------------------------------
+
+
+def settle_policy(
+    config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys, load: Load, numbers: RolloutNumbers
+) -> tuple[ActorRolloutRefConfig, Numbers]:
+    """The same with numbers for the keys that are auto, the tokens of `load` and what was chosen for the rollout; and the numbers of keys
+    that a user can set."""
+    chosen: Numbers = {}
+    if config.actor.ppo_max_token_len_per_gpu == AUTO:
+        tokens = actor_tokens(config.actor, load)
+        config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, ppo_max_token_len_per_gpu=tokens))
+        if config.actor.ppo_micro_batch_size_per_gpu is None:
+            chosen[names.tokens] = tokens
+    open_keys = [key for key in dataclasses.asdict(numbers) if getattr(config.rollout, key) == AUTO] if parts.rollout else []
+    for key in open_keys:
+        value = getattr(numbers, key)
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{key: value}))
+        if names.rollout is not None:
+            chosen[f"{names.rollout}.{key}"] = value
+    return config, chosen
+
+
+def settle_training(config: T, load: Load) -> tuple[T, Numbers]:
+    """The same for the critic or the reward model."""
+    section, name = (
+        ("critic", "ppo_max_token_len_per_gpu") if isinstance(config, CriticConfig) else ("reward_model", "max_token_len_per_gpu")
+    )
+    if getattr(config, name) != AUTO:
+        return config, {}
+    tokens = scored_tokens(config, load)
+    return dataclasses.replace(config, **{name: tokens}), {f"{section}.{name}": tokens}  # type: ignore[arg-type]
+
+
+def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan]) -> ActorRolloutRefConfig:
+    """The same with what was decided for the models that `policy_needs` named."""
+    if "actor" in plans:
+        actor, model = _placed(config.actor, config.model, plans["actor"])
+        config = dataclasses.replace(config, actor=actor, model=model)
+    if "ref" in plans:
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, param_offload=plans["ref"].offload_weights))
+    return config
+
+
+def place_training(config: T, plan: MemoryPlan) -> T:
+    """The same with what was decided for the critic or the reward model."""
+    config, model = _placed(config, config.model, plan)
+    return dataclasses.replace(config, model=model)
+
+
+def _placed(choice: C, model: ModelConfig, plan: MemoryPlan) -> tuple[C, ModelConfig]:
+    fsdp = dataclasses.replace(choice.fsdp_config, param_offload=plan.offload_weights, optimizer_offload=plan.offload_moments)
+    if plan.recompute == "none":
+        model = dataclasses.replace(model, enable_gradient_checkpointing=False)
+    elif plan.recompute is not None:
+        model = dataclasses.replace(model, recompute=plan.recompute)
+    return dataclasses.replace(choice, fsdp_config=fsdp), model

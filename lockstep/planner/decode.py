@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from lockstep.planner.hardware import Device
-from lockstep.planner.shape import Shape
+from lockstep.planner.time import Shape
 
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Batch sizes that are captured: a step of fewer rows takes the time of the next."""
-PAGE = 64
-"""Tokens of a page of the cache."""
 WEIGHT_READING, PRODUCTS, BEND = 0.88, 0.73, 1.5
 """Of the bandwidth and of the peak; a product that is near both limits takes (a^BEND + b^BEND)^(1/BEND)."""
 FEW_ROWS = 128

@@ -1,4 +1,4 @@
-"""What a configuration of `lockstep ppo` will take: memory and time of each stage. Nothing is loaded, and no GPU is needed."""
+"""Predict the memory and the time of each stage, for `lockstep ppo` and for recipes that learn from files. No GPU is needed."""
 
 import dataclasses
 import math
@@ -8,23 +8,25 @@ from dataclasses import dataclass, field
 
 from lockstep.config.actor_rollout_ref import PPO_KEYS, Parts
 from lockstep.config.critic import CriticConfig
+from lockstep.config.dpo import DPOConfig
 from lockstep.config.engine import EngineChoice
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import RewardModelConfig
+from lockstep.config.reward_train import RewardTrainConfig
+from lockstep.config.sft import SFTConfig
+from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ResourceError
 from lockstep.models.load import Head
 from lockstep.planner import decode
-from lockstep.planner.built import reusing_models
-from lockstep.planner.choices import PLAIN, candidates, choose
-from lockstep.planner.count import Load
+from lockstep.planner.choices import PAGE, PLAIN, Numbers, candidates, choose, settle_policy, settle_training
 from lockstep.planner.hardware import Device
 from lockstep.planner.memory import GENERATION, Contents, MemoryPlan, Model, Rollout, held_bytes, host_bytes, stage_parts
-from lockstep.planner.needs import Numbers, policy_needs, settle_policy, settle_training, training_needs
-from lockstep.planner.shape import Shape, read_shape
-from lockstep.planner.time import Ranks, Rows, pass_s, update_s
+from lockstep.planner.needs import Load, policy_needs, reusing_models, training_needs
+from lockstep.planner.time import Ranks, RowGroups, Shape, pass_s, read_shape, update_s
 
 SAVE = "save_checkpoint"
 SYNC = "update_weights"
+UPDATE = "update_actor"
 _COPIED, _WRITTEN = 3.4e9, 0.64e9
 """Bytes per second of a save: to host memory, while the run waits, and then to disk (measured with one 0.5B model)."""
 _SENT = 20e9
@@ -224,7 +226,7 @@ def _cache(config: PPOConfig, pool: Pool, shape: Shape, free: int) -> tuple[int,
     rows = -(-data.train_batch_size * policy.rollout.n // pool.ranks.count)
     longest = data.max_prompt_length + data.max_response_length
     token = shape.token_bytes(element_of(policy.actor), policy.rollout.kv_cache_dtype)
-    each = (-(-longest // decode.PAGE) + 1) * decode.PAGE * token
+    each = (-(-longest // PAGE) + 1) * PAGE * token
     wanted = min(policy.rollout.seats, rows)
     room = max(each, int(free * policy.rollout.cache_share))
     if policy.rollout.name != "native":
@@ -242,9 +244,9 @@ def _add_seconds(
     n, shape, actor = policy.rollout.n, read_shape(policy.model, Head.LANGUAGE_MODEL), policy.actor
     of = {model.name: (model, pool.ranks) for pool in pools for model in pool.models}
 
-    def rows(max_tokens: int, max_rows: int | None, count: int) -> Rows:
+    def rows(max_tokens: int, max_rows: int | None, count: int) -> RowGroups:
         budget = max_tokens if max_rows is None else int(max_rows * (lengths.prompt + lengths.response))
-        return Rows(batch / count, n, lengths.prompt, lengths.response, budget)
+        return RowGroups(batch / count, n, lengths.prompt, lengths.response, budget)
 
     seconds, whole = found.seconds, device
     device = device_of(actor, whole)
@@ -275,7 +277,7 @@ def _add_seconds(
             value, passed, device_of(section, whole), those, found, model, updates, config.critic_epochs
         )
     updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
-    seconds["update_actor"] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
+    seconds[UPDATE] = _update_s(shape, own, device, ranks, found, of["actor"][0], updates, actor.ppo_epochs)
     own_process = policy.rollout.name in ("vllm", "sglang")
     seconds[SYNC] = 2 * shape.parameters / _SENT if own_process else ranks.gather_s(2 * shape.parameters, device)
     seconds[SAVE] = save_s([model for model, _ in of.values()])
@@ -295,7 +297,7 @@ def _generate_s(
 
 
 def _update_s(
-    shape: Shape, rows: Rows, device: Device, ranks: Ranks, found: Prediction, model: Model, updates: int, epochs: int
+    shape: Shape, rows: RowGroups, device: Device, ranks: Ranks, found: Prediction, model: Model, updates: int, epochs: int
 ) -> float:
     recompute = found.plans[model.name].recompute or "none"
     rows = dataclasses.replace(rows, groups=rows.groups * epochs)
@@ -327,3 +329,46 @@ def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]]) -> No
                 moved = plan.offload_weights * model.weights * (2 if stage == model.update else 1)
                 moved += plan.offload_moments * model.moments * 2 * (stage == model.update)
                 found.seconds[stage] += moved / host_link
+
+
+# -- recipes that learn from files -------------------------------------------------------------------------------------------
+
+
+def predict_stage(config: SFTConfig | RewardTrainConfig | DPOConfig, device: Device, lengths: Lengths) -> Prediction:
+    """Memory and time of a step. Raises ResourceError when the models do not fit, DataError when a config cannot be read."""
+    per_example = 1 if isinstance(config, SFTConfig) else 2
+    head = Head.SCORE if isinstance(config, RewardTrainConfig) else Head.LANGUAGE_MODEL
+    with_reference = isinstance(config, DPOConfig) and config.reference_mode == "model"
+    engine, trainer, batch = config.engine, config.trainer, config.data.train_batch_size
+    ranks = ranks_of(engine, trainer.n_gpus_per_node, trainer.nnodes)
+    rows = -(-batch * per_example // ranks.count)
+    with reusing_models():
+        policy, load = config.policy(), Load(config.data.max_length, rows, rows, unit=per_example)
+        parts = Parts(actor=True, reference=with_reference)
+        options = {
+            size: policy_needs(
+                policy, parts, STAGE_KEYS, load=dataclasses.replace(load, auto_tokens=size),
+                world_size=ranks.count, element=element_of(engine), head=head,
+            ) for size in candidates(load)
+        }  # fmt: skip
+        try:
+            chosen = choose(options, load, device.memory)
+        except ResourceError as error:
+            raise ResourceError(f"on {ranks.count} x {device.name}: {error}") from None
+        shape = read_shape(config.model, head)
+    models, plans = chosen.models, chosen.plans
+    policy, numbers = settle_policy(policy, parts, STAGE_KEYS, dataclasses.replace(load, auto_tokens=chosen.tokens), chosen.numbers)
+    found = Prediction(num_gpus=ranks.count, tokens=batch * per_example * (lengths.prompt + lengths.response), chosen=numbers)
+    found.plans = {model.name: plan for model, plan in zip(models, plans, strict=True)}
+    found.host = host_bytes(models, plans)
+    used = {UPDATE, "ref"} if with_reference else {UPDATE}
+    found.memory = {stage: parts for stage, parts in stage_parts(models, None, plans).items() if stage in used}
+    width = lengths.prompt + lengths.response
+    budget = int(engine.micro_batch_size_per_gpu * width) if engine.micro_batch_size_per_gpu else policy.actor.max_tokens
+    work, own = RowGroups(batch / ranks.count, per_example, lengths.prompt, lengths.response, budget), device_of(engine, device)
+    if with_reference:
+        found.seconds["ref"] = pass_s(shape, work, own, ranks)
+    trained = trained_share(models[0]) * ranks.count
+    found.seconds[UPDATE] = update_s(shape, work, own, ranks, found.plans["actor"].recompute or "none", 1, trained)
+    found.seconds[SAVE] = save_s(models)
+    return found

@@ -11,10 +11,14 @@ Rates are shares of what the GPU's data sheet promises, so that they carry over 
 import math
 from dataclasses import dataclass
 
+from lockstep.config.engine import ModelConfig
 from lockstep.kernels.long_rows import LEAST
+from lockstep.models.fast_layers import has_fast_layers
+from lockstep.models.flops import ModelCost, head_size, mlp_width, model_cost
+from lockstep.models.load import Head
 from lockstep.models.packing import MAX_LONGER, MIN_SHARED
 from lockstep.planner.hardware import NODE_LINK, Device
-from lockstep.planner.shape import Shape
+from lockstep.planner.needs import build, cache_bytes
 
 PRODUCTS = 0.728
 """Of the peak, what matrix products reach in a step that runs at the power limit."""
@@ -38,7 +42,46 @@ EXPOSED = 0.1
 
 
 @dataclass(frozen=True)
-class Rows:
+class Shape:
+    """The sizes of a model that decide how long it computes."""
+
+    cost: ModelCost
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    cache_numbers: int
+    """Numbers of the key-value cache for one token."""
+    head_size: int
+    fast: bool
+    """Whether the layers run as written in models/fast_layers.py."""
+
+    def token_bytes(self, element: int, kept: str) -> int:
+        """Return the bytes of keys and values of one token; `kept` is `rollout.kv_cache_dtype`."""
+        return cache_bytes(self.cache_numbers, self.head_size, element, kept)
+
+
+def read_shape(model: ModelConfig, head: Head) -> Shape:
+    """Return the shape of the model in `model.path`. Raise DataError if transformers cannot build it with this head."""
+    module = build(model, head)
+    text = module.config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Shape(
+        cost=model_cost(module),
+        parameters=sum(p.numel() for p in module.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=mlp_width(text),
+        vocabulary=text.vocab_size,
+        cache_numbers=2 * text.num_hidden_layers * kv_heads * head_size(text),
+        head_size=head_size(text),
+        fast=has_fast_layers(module),
+    )
+
+
+@dataclass(frozen=True)
+class RowGroups:
     """The rows that one rank computes: groups of `n` responses that share a prompt."""
 
     groups: float
@@ -97,14 +140,14 @@ class Ranks:
         return self.gather_s(num_bytes, device) + 2 * num_bytes / self.sharing * (copies - 1) / copies / NODE_LINK
 
 
-def pass_s(shape: Shape, rows: Rows, device: Device, ranks: Ranks) -> float:
+def pass_s(shape: Shape, rows: RowGroups, device: Device, ranks: Ranks) -> float:
     """A forward pass without gradient over the rows."""
     computing = max(_forward_s(shape, rows, device), rows.micro_batches * shape.layers * LAUNCH_S)
     talking = rows.micro_batches * ranks.gather_s(2 * shape.parameters, device)
     return _together(computing, talking)
 
 
-def update_s(shape: Shape, rows: Rows, device: Device, ranks: Ranks, recompute: str, updates: int, trained: int) -> float:
+def update_s(shape: Shape, rows: RowGroups, device: Device, ranks: Ranks, recompute: str, updates: int, trained: int) -> float:
     """Forward and backward passes over the rows, in `updates` optimizer steps of `trained` parameters."""
     forward = _forward_s(shape, rows, device)
     again = {"none": 0.0, "selective": _mlp_s(shape, rows, device), "full": forward - _head_s(shape, rows, device)}[recompute]
@@ -116,7 +159,7 @@ def update_s(shape: Shape, rows: Rows, device: Device, ranks: Ranks, recompute: 
     return _together(computing, talking) + updates * OPTIMIZER_BYTES * trained / ranks.count / device.bandwidth
 
 
-def _forward_s(shape: Shape, rows: Rows, device: Device) -> float:
+def _forward_s(shape: Shape, rows: RowGroups, device: Device) -> float:
     products = 2 * shape.cost.body * rows.tokens / (PRODUCTS * device.flops)
     reach = device.flops * _attention_share(shape, rows.prompt + rows.response, device)
     attention = 2 * shape.cost.widths * len(shape.cost.windows) * rows.pairs / reach
@@ -132,14 +175,14 @@ def _attention_share(shape: Shape, length: float, device: Device) -> float:
     return ATTENTION * length / (length + HALF_LENGTH)
 
 
-def _head_s(shape: Shape, rows: Rows, device: Device) -> float:
+def _head_s(shape: Shape, rows: RowGroups, device: Device) -> float:
     if not shape.cost.head:
         return 0.0
     products = 2 * shape.cost.head * rows.response_tokens / (PRODUCTS * device.flops)
     return products + rows.response_tokens * shape.vocabulary * LOGIT_BYTES / 3 / device.bandwidth
 
 
-def _mlp_s(shape: Shape, rows: Rows, device: Device) -> float:
+def _mlp_s(shape: Shape, rows: RowGroups, device: Device) -> float:
     products = 6 * shape.hidden * shape.intermediate * shape.layers * rows.tokens / (PRODUCTS * device.flops)
     return products + rows.tokens * shape.layers * INTERMEDIATE_BYTES * shape.intermediate / 3 / device.bandwidth
 

@@ -7,8 +7,8 @@ import torch
 from helpers.run import make_trainer, read_metrics, roles
 from helpers.tiny import save_tiny_model
 
-from lockstep.planner.count import Load
 from lockstep.planner.memory import plan_memory, stage_bytes
+from lockstep.planner.needs import Load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

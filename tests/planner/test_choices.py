@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from lockstep.config.actor_rollout_ref import POLICY_ROLES, PPO_KEYS, ActorRolloutRefConfig
+from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ResourceError
 from lockstep.planner.choices import (
     CANDIDATES,
@@ -15,9 +17,10 @@ from lockstep.planner.choices import (
     choose,
     choose_rollout,
     describe_chosen,
+    settle_policy,
 )
-from lockstep.planner.count import LEAST_SEQUENCES, Load
 from lockstep.planner.memory import SHARE, Keys, Model, Rollout, held_bytes, stage_bytes
+from lockstep.planner.needs import LEAST_SEQUENCES, Load
 
 GB = 2**30
 KEYS = Keys("actor.tokens", "actor.param_offload", "actor.optimizer_offload", "model.recompute=auto")
@@ -123,7 +126,7 @@ def test_what_cannot_hold_one_row_is_refused_and_so_are_fewer_than_the_user_want
 def test_a_run_with_few_sequences_goes_on_with_as_many():
     """Where half as many are chosen for the memory that is free now, those would take turns: then others are chosen, and that is known."""
     first = choose(long_rows(), LONG, 139 * GB)
-    kept = first.kept(LONG)
+    kept = first.saved(LONG)
     assert choose(long_rows(), LONG, 139 * GB, kept) == first
     less = choose(long_rows(), LONG, 120 * GB, kept)
     assert choose(long_rows(), LONG, 120 * GB).numbers.max_num_seqs < less.numbers.max_num_seqs == first.numbers.max_num_seqs
@@ -181,7 +184,7 @@ def test_what_was_chosen_is_said():
 def test_a_run_that_goes_on_has_the_numbers_it_had():
     """Even where less is free: more is offloaded or recomputed for them. Where they cannot fit, others are chosen, and that is known."""
     first = choose(options(), LOAD, 139 * GB)
-    kept = first.kept(LOAD)
+    kept = first.saved(LOAD)
     tight = choose(options(), LOAD, 26 * GB, kept)
     assert choose(options(), LOAD, 26 * GB).tokens < tight.tokens == first.tokens
     assert tight.plans[0].recompute == "full"
@@ -189,7 +192,7 @@ def test_a_run_that_goes_on_has_the_numbers_it_had():
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         assert getattr(tight.numbers, name) == getattr(first.numbers, name)
     assert not tight.is_new
-    assert tight.kept(LOAD) == kept
+    assert tight.saved(LOAD) == kept
 
     small = choose(options(), LOAD, 12 * GB, kept)
     assert small.is_new
@@ -197,3 +200,14 @@ def test_a_run_that_goes_on_has_the_numbers_it_had():
 
     other = dataclasses.replace(LOAD, step_rows=64)
     assert choose(options(load=other), other, 139 * GB, kept) == choose(options(load=other), other, 139 * GB)
+
+
+def test_numbers_are_told_under_keys_that_the_recipe_has() -> None:
+    """Distillation named keys of PPO's rollout, and refused them."""
+    parts, load = POLICY_ROLES["actor_rollout"], Load(28, 8, 4)
+    (of_ppo, told), (of_stage, told_of_stage) = (
+        settle_policy(ActorRolloutRefConfig(), parts, keys, load, PLAIN) for keys in (PPO_KEYS, STAGE_KEYS)
+    )
+    assert of_ppo == of_stage
+    assert told["actor_rollout_ref.rollout.max_num_seqs"] == of_ppo.rollout.max_num_seqs
+    assert list(told_of_stage) == ["engine.max_token_len_per_gpu"]

@@ -10,11 +10,11 @@ from benchmarks import plan
 from benchmarks.workload import SHAPES
 from lockstep.config import load_config
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.planner.built import reusing_models
 from lockstep.planner.decode import Generation, generate_s, spread_lengths
 from lockstep.planner.hardware import DEVICES, find_device
+from lockstep.planner.needs import reusing_models
 from lockstep.planner.prediction import SAVE, Lengths, predict
-from lockstep.planner.shape import read_shape
+from lockstep.planner.time import read_shape
 
 H200 = find_device("NVIDIA H200")
 

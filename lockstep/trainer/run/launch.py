@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.config.trainer import RunConfig
 from lockstep.observability.spans import progress
-from lockstep.planner import Kept, Load
+from lockstep.planner import Load, SavedChoice
 from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
 from lockstep.trainer.run.memory import place_models
 from lockstep.trainer.run.resources import ResourcePoolManager
@@ -44,13 +44,13 @@ class Workers:
     by_role: dict[Enum, RoleGroup] = field(default_factory=dict)
     """The workers of each role, once started."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Pool -> what was chosen for its keys that are auto (planner/choices.py::Kept), for the checkpoints."""
+    """Pool -> what was chosen for its keys that are auto (planner/choices.py::SavedChoice), for the checkpoints."""
 
     def recall(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         """Let `start` choose again what was chosen before the checkpoint that was found, which has `numbers` in its state. A version that
         chose other numbers has left nothing to choose again."""
         numbers = {} if found is None else found[1].get("numbers", {})
-        names = {field.name for field in fields(Kept)}
+        names = {field.name for field in fields(SavedChoice)}
         self.numbers |= {pool: own for pool, own in numbers.items() if own.keys() == names}
 
     def start(self, specs: Mapping[Enum, RoleSpec]) -> None:
@@ -120,7 +120,7 @@ class Workers:
             groups = {role: self.by_role[role] for role in roles.values()}
             loads = {role: specs[role].load(group.world_size) for role, group in groups.items()}
             before = self.numbers.get(pool)
-            placed = place_models(pool, groups, loads, Kept(**before) if before else None)
+            placed = place_models(pool, groups, loads, SavedChoice(**before) if before else None)
             if placed.kept is not None:
                 self.numbers[pool] = asdict(placed.kept)
             if placed.text is not None:

@@ -7,7 +7,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.errors import ResourceError
-from lockstep.planner import PLAIN, Counted, Kept, Load, Needs, RolloutNumbers, choose, describe_chosen, describe_plan, host_bytes
+from lockstep.planner import (
+    PLAIN,
+    Footprint,
+    Load,
+    Needs,
+    RolloutNumbers,
+    SavedChoice,
+    choose,
+    describe_chosen,
+    describe_plan,
+    host_bytes,
+)
 from lockstep.single_controller.base import RoleGroup
 
 _GB = 2**30
@@ -21,11 +32,11 @@ class Placed:
 
     text: str | None
     """Lines about what is offloaded to host memory and what was chosen for keys that are auto; None where there is neither."""
-    kept: Kept | None
+    kept: SavedChoice | None
     """For the checkpoints; None where nothing was chosen."""
 
 
-def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load], before: Kept | None = None) -> Placed:
+def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Load], before: SavedChoice | None = None) -> Placed:
     """Plan the memory of one device for the roles whose workers share it, and tell them. `loads` says what a rank of each role computes,
     `before` what was chosen when the run began.
 
@@ -43,7 +54,7 @@ def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Loa
         except ResourceError as error:
             raise ResourceError(f"pool {pool}: {error}") from None
         _check_hosts(pool, next(iter(needs.values())), host_bytes(chosen.models, chosen.plans))
-        plan, tokens, numbers, kept = iter(chosen.plans), chosen.tokens, chosen.numbers, chosen.kept(load)
+        plan, tokens, numbers, kept = iter(chosen.plans), chosen.tokens, chosen.numbers, chosen.saved(load)
         for role, ranks in needs.items():
             groups[role].place_models({model.name: next(plan) for model in ranks[0].models})
         lines.append(describe_plan(chosen.models, chosen.rollout, chosen.plans, free))
@@ -55,17 +66,17 @@ def place_models(pool: str, groups: Mapping[R, RoleGroup], loads: Mapping[R, Loa
     return Placed("\n".join(f"pool {pool}: {line}" for line in lines if line is not None) or None, kept)
 
 
-def _options(needs: Sequence[Needs]) -> dict[int, Counted]:
+def _options(needs: Sequence[Needs]) -> dict[int, Footprint]:
     """What all of them need together, for each size of micro-batches that may be chosen."""
     sizes = sorted({tokens for need in needs for tokens in need.options}) or [0]
-    found: dict[int, Counted] = {}
+    found: dict[int, Footprint] = {}
     for size in sizes:
         parts = [_counted(need, size) for need in needs]
         found[size] = [model for models, _ in parts for model in models], next((r for _, r in parts if r is not None), None)
     return found
 
 
-def _counted(need: Needs, size: int) -> Counted:
+def _counted(need: Needs, size: int) -> Footprint:
     """With the largest micro-batches of those that it was counted for that are no larger than `size`."""
     fitting = [tokens for tokens in need.options if tokens <= size]
     return need.options[max(fitting)] if fitting else (need.models, need.rollout)

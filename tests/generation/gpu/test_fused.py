@@ -19,7 +19,7 @@ from lockstep.generation.pages import KVCache
 from lockstep.generation.probe import cache_shape
 from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
-from lockstep.models.lora import AdaptedLinear, adapt
+from lockstep.models.lora import AdaptedLinear, add_adapters
 from lockstep.models.routers import NOT_RECORDED
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
@@ -30,7 +30,7 @@ def put_adapters(model, rank):
     named = {
         n: m for n, m in model.named_modules() if type(m) is nn.Linear and n.endswith(("q_proj", "v_proj", "o_proj", "up_proj"))
     }
-    adapt(model, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.5}) for name in named})
+    add_adapters(model, {name: SimpleNamespace(r={"default": rank}, scaling={"default": 1.5}) for name in named})
     for part in model.modules():
         if isinstance(part, AdaptedLinear):
             part.lora_A = nn.Parameter(torch.randn(rank, part.in_features) / 8, requires_grad=False)

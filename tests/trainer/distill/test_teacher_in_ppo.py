@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lockstep.config.actor_rollout_ref import POLICY_ROLES
 from lockstep.errors import ConfigError, DataError
-from lockstep.planner.count import Load
-from lockstep.planner.needs import policy_needs
+from lockstep.planner.needs import Load, policy_needs
 from lockstep.trainer import main_ppo
 
 POOL = {"global_pool": [1]}

@@ -5,7 +5,7 @@ from enum import Enum
 import pytest
 
 from lockstep.config.trainer import TrainerConfig
-from lockstep.planner.count import Load
+from lockstep.planner.needs import Load
 from lockstep.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.run.launch import RoleSpec, Workers
