@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ model=ModelConfig(path=folder, enable_gradient_checkpointing=options.recompute !
     load_s = time.perf_counter() - started
     rows = _rows(options)
     counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
-    loss_fn = partial(make_policy_loss(ActorConfig(), 1.0), denominators=counts)
+    loss_fn = make_policy_loss(ActorConfig(), 1.0).of(counts)
     seconds, losses = [], []
     for _ in range(1 + options.updates):
         started = time.perf_counter()

@@ -28,6 +28,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.routed import RoutedRollout
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import values
@@ -148,9 +149,9 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=options.tokens, stop_token_ids=(), seed=options.seed)
 
 
-def _nothing(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+def _nothing(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
     assert outputs.log_probs is not None
-    return 0.0 * outputs.log_probs.sum(), {}
+    return LossOutput(0.0 * outputs.log_probs.sum(), {})
 
 
 def _gap(computed: DataProto, data: DataProto) -> dict[str, float]:

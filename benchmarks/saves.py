@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.workload import SHAPES
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
@@ -141,8 +141,8 @@ def _update_of(engine: TrainEngine, num_rows: int) -> Callable[[], None]:
     ids = torch.randint(2, 500, (num_rows, 512))
     rows = DataProto.from_dict({"prompts": Ragged.from_rows(list(ids[:, :128])), "responses": Ragged.from_rows(list(ids[:, 128:]))})
 
-    def loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-        return -outputs.log_probs.sum() / num_rows / 384, {}
+    def loss(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
+        return LossOutput(-outputs.log_probs.sum() / num_rows / 384, {})
 
     def update() -> None:
         engine.forward_backward(rows, loss, Budget(32_768, None))

@@ -14,7 +14,6 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ model=ModelConfig(path=folder, enable_gradient_checkpointing=switches.recompute 
             rows = _rows(vocabulary, update % 5)
             counts = Denominators(tokens=int(rows.ragged("response_mask").values.sum()), sequences=len(rows))
             budget = Budget(100_000, None if switches.packed else 1)
-            metrics = engine.forward_backward(rows, partial(make_policy_loss(actor, 1.0), denominators=counts), budget)
+            metrics = engine.forward_backward(rows, make_policy_loss(actor, 1.0).of(counts), budget)
             curve.append((metrics["actor/loss"].value, engine.optim_step().grad_norm))
         return curve
     finally:

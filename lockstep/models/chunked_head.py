@@ -77,10 +77,29 @@ class TokenOutputs:
     """Student: 1 where it and its teacher have the same most likely token."""
 
 
-LossFn = Callable[[TokenOutputs, TokenRows], tuple[Tensor, Mapping[str, Any]]]
-"""(outputs, the rows of these tokens with their columns) -> (loss, metrics). The losses of all chunks of all ranks add up to the
-mini-batch's loss; metrics may be pending on the device. A loss that looks at tokens alone has an attribute `by_token`, which is True: it
-may be called with parts of rows."""
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of a chunk of tokens, with its metrics and checks, which may be pending on the device (workers/engine/pending.py)."""
+
+    loss: Tensor
+    """[]. The losses of all chunks of all ranks add up to the mini-batch's loss."""
+    metrics: Mapping[str, Any]
+    checks: Sequence[Any] = ()
+
+
+LossFn = Callable[[TokenOutputs, TokenRows], LossOutput]
+"""(outputs, the rows of these tokens with their columns) -> their loss."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A LossFn that looks at tokens alone: it may be called with parts of rows."""
+
+    function: LossFn
+
+    def __call__(self, outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
+        """Return the loss of these tokens."""
+        return self.function(outputs, tokens)
 
 
 @dataclass(frozen=True)
@@ -94,13 +113,13 @@ class LossPass:
     """Whether the loss reads the entropy."""
     scale: float = 1.0
     """Multiplies the gradient, not the losses in `found`."""
-    found: list[tuple[Tensor, Mapping[str, Any], TokenRows]] = field(default_factory=list)
-    """For each chunk its loss, its metrics and its rows."""
+    found: list[tuple[LossOutput, TokenRows]] = field(default_factory=list)
+    """For each chunk its loss, without a graph, and its rows."""
 
     @property
     def by_token(self) -> bool:
         """Whether the loss may be called with parts of rows."""
-        return bool(getattr(getattr(self.loss, "func", self.loss), "by_token", False))  # `func` of a functools.partial
+        return isinstance(self.loss, TokenLoss)
 
     def of(self, packed: PackedRows) -> LossPass:
         """Return this pass; for a placeholder a pass whose loss is 0 and whose results are dropped."""
@@ -109,15 +128,15 @@ class LossPass:
     def loss_of(self, columns: Mapping[str, Tensor], tokens: TokenRows) -> Tensor:
         """Return the loss of a whole micro-batch, with its graph, and append it to `found`."""
         names = ("log_probs", "entropys", "values", "top_log_probs", "scores", "divergence", "divergence_sum", "agreement")
-        loss, metrics = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
-        self.found.append((loss.detach(), metrics, tokens))
-        return loss * self.scale
+        output = self.loss(TokenOutputs(*map(columns.get, names)), tokens)
+        self.found.append((replace(output, loss=output.loss.detach()), tokens))
+        return output.loss * self.scale
 
 
-def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+def _no_loss(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
     columns = (outputs.log_probs, outputs.entropy, outputs.values, outputs.scores, outputs.divergence_sum)
     read = [column for column in columns if column is not None]
-    return sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {}
+    return LossOutput(sum((column.sum() for column in read), torch.zeros((), device=read[0].device)) * 0.0, {})
 
 
 # -- inside the model's forward ----------------------------------------------------------------------------------------------
@@ -334,14 +353,15 @@ class ChunkedLoss(torch.autograd.Function):
             _join(part, log_probs, entropy, top)
             with torch.enable_grad():
                 leaves = log_probs.requires_grad_(), entropy.requires_grad_(loss_pass.entropy_grad)
-                loss, metrics = loss_pass.loss(TokenOutputs(*leaves, top_log_probs=top), chunk)
+                output = loss_pass.loss(TokenOutputs(*leaves, top_log_probs=top), chunk)
                 read = leaves[: 1 + loss_pass.entropy_grad]
-                of_log_probs, *of_entropy = torch.autograd.grad(loss * loss_pass.scale, read, materialize_grads=True)
-            loss_pass.found.append((loss.detach(), metrics, chunk))
+                of_log_probs, *of_entropy = torch.autograd.grad(output.loss * loss_pass.scale, read, materialize_grads=True)
+            loss = output.loss.detach()
+            loss_pass.found.append((replace(output, loss=loss), chunk))
             more = of_entropy[0].contiguous() if of_entropy else None
             known = targets[tokens], log_normaliser, entropy.detach(), of_log_probs.contiguous(), more
             gradients.add(tokens, _logit_gradient(logits, *known, loss_pass.temperature, hidden.dtype, part))
-            total += loss.detach()
+            total += loss
         ctx.save_for_backward(*gradients.rounded(part))
         return total
 

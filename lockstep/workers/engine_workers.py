@@ -205,7 +205,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Make one optimizer step on this rank's share of a mini-batch; `denominators` count the whole mini-batch. Return its metrics."""
         name = self.keys.name
         engine = self.actor.engine
-        loss = functools.partial(self._loss, denominators=denominators)
+        loss = self._loss.of(denominators)
         work = (mini_batch, loss, self.actor.budget, self.config.rollout.temperature, self.config.actor.entropy_coeff != 0)
         stage = self.memory.stage("update_actor", mini_batch.token_counts().tolist(), self.actor.budget, self.keys.tokens)
         started = time.perf_counter()
@@ -224,7 +224,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def evaluate(self, rows: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """Return the loss's metrics on this rank's share of some rows, without an update."""
         actor = self.actor
-        loss = functools.partial(self._loss, denominators=denominators)
+        loss = self._loss.of(denominators)
         with self.memory.stage("evaluate", rows.token_counts().tolist(), actor.budget, self.keys.tokens):
             return actor.engine.evaluate(rows, loss, actor.budget)
 

@@ -1,6 +1,6 @@
 """Losses of tokens as engines call them: an algorithm with the config's values, bound once. Each mini-batch has its own denominators."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,18 +16,31 @@ from lockstep.algorithms.policy_losses import bind_policy_loss, get_policy_loss
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.observability.metrics import Mean, Metric
+from lockstep.models.chunked_head import LossFn, LossOutput, TokenLoss, TokenOutputs
+from lockstep.models.packing import TokenRows
+from lockstep.observability.metrics import Mean
 from lockstep.utils.files import load_reference
-from lockstep.workers.engine.base import TokenOutputs, TokenRows
-from lockstep.workers.engine.pending import Pending, all_finite, pending_max, pending_mean, pending_sum
-
-Metrics = dict[str, Metric | Pending]
+from lockstep.workers.engine.pending import Check, Metrics, Pending, all_finite, pending_max, pending_mean, pending_sum
 
 
-class Loss(Protocol):
-    """An engine's LossFn once a mini-batch's denominators are given: `functools.partial(loss, denominators=...)`."""
+class LossFunction(Protocol):
+    """A LossFn that also takes the denominators of the mini-batch."""
 
-    def __call__(self, outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]: ...
+    def __call__(self, outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss with the config's values bound."""
+
+    function: LossFunction
+    by_token: bool = False
+    """Whether it looks at tokens alone, so that it may be called with parts of rows."""
+
+    def of(self, denominators: Denominators) -> LossFn:
+        """Return the loss of a mini-batch with these denominators, as engines call it."""
+        bound = partial(self.function, denominators=denominators)
+        return TokenLoss(bound) if self.by_token else bound
 
 
 def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
@@ -46,7 +59,7 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
 
     aggregate = partial(agg_loss, mode=config.loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         log_probs, entropy = outputs.log_probs, outputs.entropy
         assert log_probs is not None
         assert entropy is not None
@@ -62,11 +75,8 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
             token_loss = token_loss * zero_outside(columns["rollout_is_weights"], mask)
         of_tokens = partial(aggregate, mask=mask, denominators=denominators, rows=rows)
         loss = of_tokens(token_loss)
-        metrics: Metrics = {
-            "check/log_probs": finite("log-probs", log_probs, mask, tokens),
-            "check/policy_loss": finite("policy loss", token_loss, mask, tokens),
-            "actor/pg_loss": pending_sum(loss),
-        }
+        checks = [finite("log-probs", log_probs, mask, tokens), finite("policy loss", token_loss, mask, tokens)]
+        metrics: Metrics = {"actor/pg_loss": pending_sum(loss)}
         if config.entropy_coeff:
             entropy_loss = of_tokens(entropy)
             loss = loss - config.entropy_coeff * entropy_loss
@@ -84,10 +94,9 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
         metrics["actor/log_ratio_max"] = _largest((log_probs - old_log_probs).abs(), mask)
         if "rollout_log_probs" in columns:
             metrics |= _against_sampler(log_probs.detach(), columns["rollout_log_probs"], mask)
-        return loss, metrics
+        return LossOutput(loss, metrics, checks)
 
-    loss_fn.by_token = not policy_loss.takes_rows and config.loss_agg_mode != "seq-mean-token-mean"  # type: ignore[attr-defined]
-    return loss_fn
+    return Loss(loss_fn, by_token=not policy_loss.takes_rows and config.loss_agg_mode != "seq-mean-token-mean")
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Pending:
@@ -108,8 +117,8 @@ def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     }
 
 
-def finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Pending:
-    """A check of the values [M] under the mask."""
+def finite(name: str, values: Tensor, mask: Tensor, tokens: TokenRows) -> Check:
+    """Return a check of the values [M] under the mask."""
     return all_finite(name, zero_outside(values, mask), tokens.rows, tokens.indices)
 
 
@@ -122,10 +131,10 @@ def _largest(values: Tensor, mask: Tensor) -> Pending:
 def make_value_loss(config: CriticConfig) -> Loss:
     """The clipped squared error of the values. Reads the columns response_mask, values and returns."""
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         assert outputs.values is not None
         columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
-        metrics: Metrics = {"check/values": finite("values", outputs.values, mask, tokens)}
+        checks = [finite("values", outputs.values, mask, tokens)]
         token_loss, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
             values=columns["values"],
@@ -134,12 +143,11 @@ def make_value_loss(config: CriticConfig) -> Loss:
             cliprange_value=config.cliprange_value,
         )
         loss = agg_loss(token_loss, mask, config.loss_agg_mode, denominators, tokens.rows)
-        metrics["critic/vf_loss"] = pending_sum(loss)
-        metrics["critic/vpred_mean"] = token_mean(outputs.values, mask)
+        metrics: Metrics = {"critic/vf_loss": pending_sum(loss), "critic/vpred_mean": token_mean(outputs.values, mask)}
         metrics |= {f"critic/{name}": token_mean(values, mask) for name, values in token_metrics.items()}
-        return loss, metrics
+        return LossOutput(loss, metrics, checks)
 
-    return loss_fn
+    return Loss(loss_fn)
 
 
 class FreshLoss(Protocol):
@@ -152,7 +160,7 @@ class FreshLoss(Protocol):
         outputs: TokenOutputs,
         tokens: TokenRows,
         denominators: Denominators,
-    ) -> tuple[Tensor, Metrics]: ...
+    ) -> LossOutput: ...
 
 
 def make_fresh_value_loss(value_loss: Loss) -> FreshLoss:
@@ -161,12 +169,12 @@ def make_fresh_value_loss(value_loss: Loss) -> FreshLoss:
 
     def loss_fn(
         seen: list[Tensor], discounts: tuple[float, float], outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators
-    ) -> tuple[Tensor, Metrics]:
+    ) -> LossOutput:
         assert outputs.values is not None
         values, columns = outputs.values.detach(), tokens.columns
         seen.append(values)
         returns = gae_returns(columns["token_level_rewards"], values, columns["response_mask"].bool(), tokens.rows, *discounts)
-        return value_loss(outputs, replace(tokens, columns=columns | {"values": values, "returns": returns}), denominators)
+        return value_loss.function(outputs, replace(tokens, columns=columns | {"values": values, "returns": returns}), denominators)
 
     return loss_fn
 
@@ -177,21 +185,21 @@ def make_sft_loss(name: str) -> Loss:
     The metrics, under `name`: nll; token_accuracy, the share of tokens that are the most likely one; entropy.
     """
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         log_probs, entropy, top = outputs.log_probs, outputs.entropy, outputs.top_log_probs
         assert log_probs is not None
         assert entropy is not None
         assert top is not None
         mask = tokens.columns["response_mask"].bool()
-        return agg_loss(-log_probs, mask, "token-mean", denominators, tokens.rows), {
-            "check/log_probs": finite("log-probs", log_probs, mask, tokens),
+        loss = agg_loss(-log_probs, mask, "token-mean", denominators, tokens.rows)
+        metrics: Metrics = {
             f"{name}/nll": token_mean(-log_probs, mask),
             f"{name}/token_accuracy": token_mean((log_probs >= top).float(), mask),
             f"{name}/entropy": token_mean(entropy, mask),
         }
+        return LossOutput(loss, metrics, [finite("log-probs", log_probs, mask, tokens)])
 
-    loss_fn.by_token = True  # type: ignore[attr-defined]
-    return loss_fn
+    return Loss(loss_fn, by_token=True)
 
 
 def make_distill_loss(name: str) -> Loss:
@@ -202,7 +210,7 @@ def make_distill_loss(name: str) -> Loss:
     alone nll and token_accuracy.
     """
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         log_probs, divergence, total = outputs.log_probs, outputs.divergence, outputs.divergence_sum
         assert log_probs is not None
         assert divergence is not None
@@ -211,12 +219,12 @@ def make_distill_loss(name: str) -> Loss:
         assert outputs.agreement is not None
         mask = tokens.columns["response_mask"].bool()
         given = mask & tokens.rows.spread(tokens.row_columns["is_given"]).bool()
-        return total / max(denominators.tokens, 1), {
-            "check/divergence": finite("divergence", divergence, mask, tokens),
+        metrics: Metrics = {
             f"{name}/kl": token_mean(divergence, mask),
             f"{name}/agreement": token_mean(outputs.agreement, mask),
             f"{name}/nll": token_mean(-log_probs, given),
             f"{name}/token_accuracy": token_mean((log_probs >= outputs.top_log_probs).float(), given),
         }
+        return LossOutput(total / max(denominators.tokens, 1), metrics, [finite("divergence", divergence, mask, tokens)])
 
-    return loss_fn
+    return Loss(loss_fn)

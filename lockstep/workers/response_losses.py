@@ -16,10 +16,11 @@ from lockstep.algorithms.masking import masked_sum, zero_outside
 from lockstep.algorithms.preference_losses import NLL_COEF, bind_preference_loss, get_preference_loss, takes_pairs
 from lockstep.algorithms.reward_loss import bradley_terry
 from lockstep.algorithms.rows import Rows
+from lockstep.models.chunked_head import LossOutput, TokenOutputs
+from lockstep.models.packing import TokenRows
 from lockstep.utils.files import load_reference
-from lockstep.workers.engine.base import TokenOutputs, TokenRows
-from lockstep.workers.engine.pending import Pending, all_finite, pending_mean, pending_sum
-from lockstep.workers.losses import Loss, Metrics
+from lockstep.workers.engine.pending import Metrics, Pending, all_finite, pending_mean, pending_sum
+from lockstep.workers.losses import Loss
 
 
 def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nll_coef: float | None = None) -> Loss:
@@ -34,7 +35,7 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
     bound, has_pairs = bind_preference_loss(function, parameters), takes_pairs(function)
     coef = NLL_COEF.get(function, 0.0) if nll_coef is None else nll_coef
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         assert outputs.log_probs is not None
         rows, mask = tokens.rows, tokens.columns["response_mask"].bool()
         # Sums of many tokens lose what the loss is about, their small differences, in float32.
@@ -51,7 +52,6 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
         of_chosen = masked_sum(nll, is_chosen)
         total = (loss.sum() + coef * of_chosen) / max(denominators.sequences // (2 if has_pairs else 1), 1)
         metrics: Metrics = {
-            "check/log_probs": all_finite("log-probs", zero_outside(outputs.log_probs, mask), rows, tokens.indices),
             f"{name}/loss": pending_mean(loss.sum() + coef * of_chosen, torch.ones_like(loss).sum()),
             f"{name}/nll": pending_mean(of_chosen, is_chosen.sum()),
             f"{name}/accuracy": _accuracy(rewards.detach(), is_chosen, has_pairs),
@@ -61,9 +61,10 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
             metrics |= {
                 f"{name}/{label}_{what}": pending_mean(masked_sum(x, selected), selected.sum()) for what, x in measured.items()
             }
-        return total.to(outputs.log_probs.dtype), metrics
+        checks = [all_finite("log-probs", zero_outside(outputs.log_probs, mask), rows, tokens.indices)]
+        return LossOutput(total.to(outputs.log_probs.dtype), metrics, checks)
 
-    return loss_fn
+    return Loss(loss_fn)
 
 
 def _accuracy(rewards: Tensor, is_chosen: Tensor, has_pairs: bool) -> Pending:
@@ -84,7 +85,7 @@ def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
     NUM_BINS equal bins, the sum over the pairs in bin i of the confidence less 1 if the larger score is the chosen one's.
     """
 
-    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         assert outputs.scores is not None
         chosen, rejected = outputs.scores.unflatten(0, (-1, 2)).unbind(-1)
         loss = bradley_terry(chosen, rejected, tokens.row_columns["margin"][::2], center_rewards_coefficient)
@@ -94,8 +95,7 @@ def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
         bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
         excess = torch.zeros(NUM_BINS, device=bins.device).index_add_(0, bins, confidence - right)
         one_each = Rows(torch.ones_like(tokens.rows.lengths), tokens.rows.device)
-        return loss.sum() / max(denominators.sequences // 2, 1), {
-            "check/scores": all_finite("scores", outputs.scores, one_each, tokens.indices),
+        metrics: Metrics = {
             f"{name}/loss": pending_mean(loss.sum(), count),
             f"{name}/accuracy": pending_mean(right.sum(), count),
             f"{name}/margin": pending_mean(ahead.sum(), count),
@@ -103,5 +103,7 @@ def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
             f"{name}/rejected_score": pending_mean(rejected.sum(), count),
             **{f"{name}/bin/{i}": pending_sum(excess[i]) for i in range(NUM_BINS)},
         }
+        checks = [all_finite("scores", outputs.scores, one_each, tokens.indices)]
+        return LossOutput(loss.sum() / max(denominators.sequences // 2, 1), metrics, checks)
 
-    return loss_fn
+    return Loss(loss_fn)

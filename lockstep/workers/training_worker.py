@@ -122,7 +122,7 @@ class TrainingWorker(ModelWorker):
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """Make one optimizer step on this rank's share of a mini-batch; `denominators` count the whole mini-batch. Return its metrics."""
-        return self._update_critic(mini_batch, functools.partial(self._value_loss, denominators=denominators))
+        return self._update_critic(mini_batch, self._value_loss.of(denominators))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def learn_values(self, batch: DataProto, denominators: Denominators, discounts: tuple[float, float]) -> DataProto:

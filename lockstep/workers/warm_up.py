@@ -1,10 +1,8 @@
 """Warm-up before the first step: kernels are compiled and libraries make their workspaces while models are loaded."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, RolloutConfig
 from lockstep.config.sampling import SamplingParams
@@ -12,7 +10,7 @@ from lockstep.models.hf_config import context_limit
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
-from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
+from lockstep.workers.engine.base import LossOutput, TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.policy import ActorPart, ReferencePart, RolloutPart
 from lockstep.workers.rollout.base import RolloutEngine
 
@@ -99,6 +97,6 @@ def _rows(width: int) -> DataProto:
     return DataProto.from_dict(columns, {"index": list(range(ROWS))})
 
 
-def _loss(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, Mapping[str, Any]]:
+def _loss(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
     read = [column for column in (outputs.log_probs, outputs.entropy, outputs.values) if column is not None]
-    return sum((column.float().sum() for column in read), torch.zeros((), device=read[0].device)), {}
+    return LossOutput(sum((column.float().sum() for column in read), torch.zeros((), device=read[0].device)), {})

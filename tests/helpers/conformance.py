@@ -8,7 +8,6 @@ gradient by its own size, so that weights differ by more than gradients do. What
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -203,9 +202,9 @@ def engine_step(
     mine = batch_of(share(rows, update, engine.rank, engine.world_size))
     loss_fn: LossFn
     if engine.head is Head.VALUE:
-        loss_fn = partial(make_value_loss(CRITIC), denominators=denominators_of(rows))
+        loss_fn = make_value_loss(CRITIC).of(denominators_of(rows))
     else:
-        loss_fn = partial(make_policy_loss(ACTOR, 1.0), denominators=denominators_of(rows))
+        loss_fn = make_policy_loss(ACTOR, 1.0).of(denominators_of(rows))
     metrics = engine.forward_backward(mine, loss_fn, budget, TEMPERATURE, entropy_grad=True)
     result = engine.optim_step()
     return metrics, {"grad_norm": result.grad_norm, "lr": result.lr}

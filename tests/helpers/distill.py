@@ -55,13 +55,14 @@ def _learned(layout: Layout, student_path: str, teacher_path: str) -> tuple[Any,
     data = _rows()
     mask = data.ragged("response_mask")
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
-    mine, loss = data.select_idxs(list(range(len(data)))[rank::world]), make_distill_loss("train")
-    before = student.forward_backward(mine, lambda *a: loss(*a, denominators=denominators), Budget(64, 1))
+    mine = data.select_idxs(list(range(len(data)))[rank::world])
+    loss = make_distill_loss("train").of(denominators)
+    before = student.forward_backward(mine, loss, Budget(64, 1))
     student.optim_step()
-    after = student.evaluate(mine, lambda *a: loss(*a, denominators=denominators), Budget(64, None))
+    after = student.evaluate(mine, loss, Budget(64, None))
     weights = {name: tensor.detach().clone() for name, tensor in student.export_weights()}
     set_teacher(teacher, teacher, KIND)
-    own = teacher.evaluate(mine, lambda *a: loss(*a, denominators=denominators), Budget(64, None))
+    own = teacher.evaluate(mine, loss, Budget(64, None))
     return before, after, own, weights
 
 

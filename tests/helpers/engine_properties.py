@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from lockstep.config import PPOConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import DataError, NumericalError
 from lockstep.models import packing
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.load import Head, load_model
 from lockstep.models.packing import Budget
 from lockstep.models.weight_files import Tensors, write_weights
@@ -217,10 +217,10 @@ def assert_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, path: s
     """The failed step is as if it had never been: the next one equals the reference's first."""
     model, _ = reference_run(path, LM, STEPS[:1])
 
-    def poisoned(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+    def poisoned(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
         # sqrt has a finite value and an infinite derivative at 0; the product with 0 is a NaN gradient of a finite loss.
         assert outputs.log_probs is not None
-        return torch.sqrt(outputs.log_probs.sum() * 0.0), {}
+        return LossOutput(torch.sqrt(outputs.log_probs.sum() * 0.0), {})
 
     def fail_and_go_on() -> tuple[str, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         engine = layout.engine(path)
@@ -249,9 +249,7 @@ def assert_a_loss_that_is_not_finite_names_its_rows(layout: Layout, path: str) -
         data = batch_of(rows).union(DataProto.from_dict(non_tensors={"index": list(range(100, 106))}))
         mine = data if engine.rank == 0 else data.select_idxs([])
         with pytest.raises(NumericalError) as error:
-            engine.forward_backward(
-                mine, partial(make_policy_loss(ACTOR, 1.0), denominators=denominators_of(rows)), Budget(10_000, 2)
-            )
+            engine.forward_backward(mine, make_policy_loss(ACTOR, 1.0).of(denominators_of(rows)), Budget(10_000, 2))
         after = weights_of(engine)
         return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ def reference_loss(model: Any, data: DataProto) -> Tensor:
 
 def preference_loss(data: DataProto, mode: str = "sigmoid") -> Any:
     """The loss that `reference_loss` is."""
-    return partial(make_preference_loss("train", mode, {"beta": BETA}, NLL_COEF), denominators=denominators(data))
+    return make_preference_loss("train", mode, {"beta": BETA}, NLL_COEF).of(denominators(data))
 
 
 def assert_pairs_learn_as_in_plain_pytorch(layout: Layout, path: str, budgets: tuple[Budget, ...] = (WHOLE, Budget(40))) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def assert_scores_learn_as_in_plain_pytorch(
     def update(budget: Budget) -> tuple[Any, Any, float, dict[str, Tensor]]:
         engine = layout.engine(path, SCORE, pad_token_id=0, **options)
         mine = data.select_idxs(share_rows(data, engine.world_size)[engine.rank])
-        loss_fn = partial(make_reward_loss("train", COEFFICIENT), denominators=denominators(data))
+        loss_fn = make_reward_loss("train", COEFFICIENT).of(denominators(data))
         seen = engine.evaluate(mine, loss_fn, budget)
         metrics = engine.forward_backward(mine, loss_fn, budget)
         return seen, metrics, engine.optim_step().grad_norm, weights_of(engine)

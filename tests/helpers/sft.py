@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def assert_sft_equals_plain_pytorch(layout: Layout, path: str, budget: Budget = 
         engine, found = layout.engine(path), []
         for update, rows in enumerate([*STEPS, STEPS[0]]):
             mine = batch_of(share(rows, update, engine.rank, engine.world_size))
-            loss = partial(make_sft_loss("train"), denominators=denominators_of(rows))
+            loss = make_sft_loss("train").of(denominators_of(rows))
             if update == len(STEPS):
                 found.append((engine.evaluate(mine, loss, budget), {}))
             else:
@@ -100,7 +99,7 @@ def sft_numbers(layout: Layout, path: str, rows: Rows, cuts: Sequence[tuple[int,
         engine, found = layout.engine(path, optim=OptimConfig(lr=0.0)), []
         for first, budget in cuts:
             mine = batch_of(rows[first:] if engine.rank else rows[:first])
-            loss = partial(make_sft_loss("train"), denominators=denominators_of(rows))
+            loss = make_sft_loss("train").of(denominators_of(rows))
             found.append((engine.forward_backward(mine, loss, budget), engine.optim_step().grad_norm))
         return found
 

@@ -19,6 +19,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.models.attention import PACKED, PackedLayout
 from lockstep.models.chunked_head import (
     ChunkedLoss,
+    LossOutput,
     LossPass,
     TokenOutputs,
     VocabularyPart,
@@ -89,9 +90,9 @@ def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
     targets, weights = torch.randint(0, vocab, (tokens,), generator=generator), draw(2, tokens)
     rows = TokenRows(Rows(torch.tensor(sizes)), {"a": weights[0], "b": weights[1]}, range(len(sizes)))
 
-    def loss_fn(outputs: TokenOutputs, chunk: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+    def loss_fn(outputs: TokenOutputs, chunk: TokenRows) -> LossOutput:
         of_log_probs = (chunk.columns["a"] * (0.1 * outputs.log_probs).exp()).sum()
-        return of_log_probs + (chunk.columns["b"] * outputs.entropy.square()).sum(), {"rows": len(chunk.rows)}
+        return LossOutput(of_log_probs + (chunk.columns["b"] * outputs.entropy.square()).sum(), {"rows": len(chunk.rows)})
 
     def run(at_once: bool) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -100,12 +101,12 @@ def test_a_loss_taken_chunk_by_chunk_is_that_of_the_log_probs(
         if at_once:
             chunks = rows.chunks(most)
             loss = ChunkedLoss.apply(asked, chunks, targets, *layer, None)
-            assert [metrics["rows"] for _, metrics, _ in asked.found] == [len(chunk.rows) for chunk in chunks]
-            assert sum(metrics["rows"] for _, metrics, _ in asked.found) == len(sizes)
+            assert [output.metrics["rows"] for output, _ in asked.found] == [len(chunk.rows) for chunk in chunks]
+            assert sum(output.metrics["rows"] for output, _ in asked.found) == len(sizes)
         else:
             columns = chunked_log_probs(targets, temperature, entropy_grad, *layer)
             loss = asked.loss_of(dict(zip(LANGUAGE_COLUMNS, columns, strict=True)), rows)
-        found = sum(part for part, _, _ in asked.found)
+        found = sum(output.loss for output, _ in asked.found)
         return found, *torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     for a, b in zip(run(True), run(False), strict=True):

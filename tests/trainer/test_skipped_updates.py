@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from lockstep.workers.model_worker import update_or_skip
 
 def spoilt(*arguments: Any, rows: Any, by: float) -> Any:
     """The supervised loss with a number added that has no gradient."""
-    value, metrics = make_sft_loss("train")(*arguments, denominators=denominators_of(rows))
-    return value + by, metrics
+    output = make_sft_loss("train").of(denominators_of(rows))(*arguments)
+    return replace(output, loss=output.loss + by)
 
 
 @pytest.mark.parametrize("layout", [Layout("fsdp2", 2), Layout("fsdp", 2)], ids=["fsdp2", "fsdp"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.errors import ConfigError, NumericalError
+from lockstep.models.chunked_head import TokenLoss
 from lockstep.models.packing import Budget, token_rows
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
@@ -68,7 +68,7 @@ def denominators_of(data: DataProto) -> Denominators:
 
 
 def policy_loss_of(config, data):
-    return partial(make_policy_loss(config, SCALE), denominators=denominators_of(data))
+    return make_policy_loss(config, SCALE).of(denominators_of(data))
 
 
 def evaluate(
@@ -79,10 +79,10 @@ def evaluate(
     total, metrics = 0.0, []
     for part in parts:
         flat = (torch.cat([leaves[row][i] for row in part]) for i in range(3))
-        loss, found = loss_fn(TokenOutputs(*flat), token_rows(data.select_idxs(part), torch.device("cpu")))
-        loss.backward()
-        total += loss.item()
-        metrics.append(found)
+        output = loss_fn(TokenOutputs(*flat), token_rows(data.select_idxs(part), torch.device("cpu")))
+        output.loss.backward()
+        total += output.loss.item()
+        metrics.append(output)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     return total, torch.cat(gradients, dim=1), values(merge_metrics(read(metrics)))
 
@@ -162,9 +162,7 @@ def test_the_value_loss_equals_a_loop_however_the_rows_are_cut(
 ) -> None:
     lengths, parts = cut
     data, outputs = make_batch(lengths, seed)
-    loss_fn = partial(
-        make_value_loss(CriticConfig(loss_agg_mode=mode, cliprange_value=VALUE_CLIP)), denominators=denominators_of(data)
-    )
+    loss_fn = make_value_loss(CriticConfig(loss_agg_mode=mode, cliprange_value=VALUE_CLIP)).of(denominators_of(data))
     expected_loss, expected_gradient = by_hand(value_token, data, outputs, mode)
     for part in ([list(range(len(lengths)))], parts):
         loss, gradient, metrics = evaluate(loss_fn, data, outputs, part)
@@ -201,18 +199,18 @@ def test_a_loss_that_looks_at_tokens_alone_is_the_same_on_parts_of_rows(loss_mod
     data.set("cov_selected", data.ragged("advantages").like((torch.arange(12) % 3 == 0).float()))
     loss_fn = policy_loss_of(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode), loss_agg_mode=mode), data)
     takes_rows = "rows" in inspect.signature(POLICY_LOSSES[loss_mode]).parameters
-    assert getattr(loss_fn.func, "by_token", False) == (not takes_rows and mode != "seq-mean-token-mean")
-    if not getattr(loss_fn.func, "by_token", False):
+    assert isinstance(loss_fn, TokenLoss) == (not takes_rows and mode != "seq-mean-token-mean")
+    if not isinstance(loss_fn, TokenLoss):
         return
     whole = evaluate(loss_fn, data, outputs, [[0, 1, 2, 3]])
     leaf = torch.cat(outputs, dim=1).requires_grad_()
     total, metrics, start = 0.0, [], 0
     for chunk in token_rows(data, torch.device("cpu")).chunks(2, cuts_rows=True) or []:
         end = start + chunk.rows.num_tokens
-        loss, found = loss_fn(TokenOutputs(*leaf[:, start:end]), chunk)
-        loss.backward()
-        total, start = total + loss.item(), end
-        metrics.append(found)
+        output = loss_fn(TokenOutputs(*leaf[:, start:end]), chunk)
+        output.loss.backward()
+        total, start = total + output.loss.item(), end
+        metrics.append(output)
     assert start == 12
     assert total == pytest.approx(whole[0], rel=1e-4, abs=1e-5)
     torch.testing.assert_close(leaf.grad, whole[1], atol=1e-5, rtol=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,10 @@ def evaluate(loss_fn: Any, data: DataProto, log_probs: Tensor, parts: list[list[
     total, found = 0.0, []
     for part in parts:
         outputs = TokenOutputs(torch.cat([by_row[row] for row in part]))
-        loss, metrics = loss_fn(outputs, token_rows(data.select_idxs(part), torch.device("cpu")))
-        loss.backward(retain_graph=True)
-        total += loss.item()
-        found.append(metrics)
+        output = loss_fn(outputs, token_rows(data.select_idxs(part), torch.device("cpu")))
+        output.loss.backward(retain_graph=True)
+        total += output.loss.item()
+        found.append(output)
     assert leaf.grad is not None
     return total, leaf.grad, values(merge_metrics(read(found)))
 
@@ -89,9 +88,8 @@ def test_metrics_are_those_of_the_whole_mini_batch(tmp_path: Path) -> None:
         rows = [row_log_prob(model, data, row) for row in range(6)]
     flat = torch.zeros(len(data.ragged("responses").values), dtype=torch.float64)
     flat[data.ragged("response_mask").values.bool()] = torch.cat(rows)
-    loss_fn = make_preference_loss("train", "sigmoid", {"beta": 0.5})
-    bound = lambda outputs, tokens: loss_fn(outputs, tokens, denominators(data))  # noqa: E731
-    _, _, metrics = evaluate(bound, data, flat, [[0, 1], [2, 3, 4, 5]])
+    loss_fn = make_preference_loss("train", "sigmoid", {"beta": 0.5}).of(denominators(data))
+    _, _, metrics = evaluate(loss_fn, data, flat, [[0, 1], [2, 3, 4, 5]])
     sums, means = [row.sum().item() for row in rows], [row.mean().item() for row in rows]
     reference = data.columns["ref_response_log_prob"].tolist()
     rewards = [0.5 * (a - b) for a, b in zip(sums, reference, strict=True)]
@@ -120,8 +118,8 @@ def test_the_first_loss_is_known_and_equal_responses_are_half_right(mode: str, s
     sums = [float(row.double().sum()) for row in data.ragged("responses").like(torch.where(mask, log_probs, 0.0)).rows()]
     data.set("ref_response_log_prob", torch.tensor(sums, dtype=torch.float64))
     data.set("kl", torch.zeros(8, dtype=torch.float64))
-    loss_fn = make_preference_loss("train", mode, {})
-    loss, _, metrics = evaluate(lambda *given: loss_fn(*given, denominators(data)), data, log_probs, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    loss_fn = make_preference_loss("train", mode, {}).of(denominators(data))
+    loss, _, metrics = evaluate(loss_fn, data, log_probs, [[0, 1, 2, 3], [4, 5, 6, 7]])
     assert loss == pytest.approx(start, rel=1e-6)
     assert metrics["train/accuracy"] == 0.5
 
@@ -209,7 +207,7 @@ def test_adapters_train_the_head_too_and_the_folder_scores_the_same_in_transform
         start = weights_of(engine)["score.weight"]
         mine = data if engine.rank == 0 else data.select_idxs(torch.empty(0, dtype=torch.int64))
         for _ in range(3):
-            engine.forward_backward(mine, partial(make_reward_loss("train", 0.0), denominators=denominators(data)), WHOLE)
+            engine.forward_backward(mine, make_reward_loss("train", 0.0).of(denominators(data)), WHOLE)
             engine.optim_step()
         engine.save(tmp_path / "saved")
         assert not torch.equal(weights_of(engine)["score.weight"], start)
@@ -239,8 +237,8 @@ def pair_loss(scores: list[float], coefficient: float = 0.0) -> dict[str, float]
     rows = Rows(torch.full((len(scores),), 2))
     tokens = TokenRows(rows, {}, list(range(len(scores))), {"margin": torch.zeros(len(scores))})
     outputs = TokenOutputs(scores=torch.tensor(scores, dtype=torch.float32, requires_grad=True))
-    _, metrics = make_reward_loss("train", coefficient)(outputs, tokens, Denominators(2 * len(scores), len(scores)))
-    return values(merge_metrics(read([metrics])))
+    output = make_reward_loss("train", coefficient).of(Denominators(2 * len(scores), len(scores)))(outputs, tokens)
+    return values(merge_metrics(read([output])))
 
 
 def test_the_bins_say_how_far_confidence_is_from_the_share_that_is_right() -> None:
@@ -267,7 +265,7 @@ def test_in_bf16_the_head_is_float32(tmp_path: Path, strategy: str, world: int) 
         engine = layout.engine(path, SCORE, pad_token_id=0, dtype="bfloat16")
         mine = data if engine.rank == 0 else data.select_idxs(torch.empty(0, dtype=torch.int64))
         scores = score_rows(engine, mine.ragged("prompts"), WHOLE, pad_token_id=0)
-        engine.forward_backward(mine, partial(make_reward_loss("train", 0.0), denominators=denominators(data)), WHOLE)
+        engine.forward_backward(mine, make_reward_loss("train", 0.0).of(denominators(data)), WHOLE)
         assert engine.optim_step().grad_norm > 0
         return scores
 

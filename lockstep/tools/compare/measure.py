@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.hf_config import read_model_config
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
-from lockstep.observability.metrics import Metric, values
+from lockstep.observability.metrics import values
 from lockstep.observability.spans import progress
 from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base.host import WorkerHost
@@ -42,9 +42,8 @@ from lockstep.trainer.ppo.rewards import leave_out
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import load_reference
 from lockstep.utils.tokenizer import hf_tokenizer
-from lockstep.workers.engine.base import TokenOutputs, TokenRows, TrainEngine
+from lockstep.workers.engine.base import LossOutput, TokenOutputs, TokenRows, TrainEngine
 from lockstep.workers.engine.fsdp.sharding import own_gradients
-from lockstep.workers.engine.pending import Pending
 from lockstep.workers.engine.registry import make_engine
 from lockstep.workers.engine.spec import EngineSpec
 from lockstep.workers.losses import make_policy_loss
@@ -204,14 +203,12 @@ def measure(engine: TrainEngine, batch: DataProto, config: PPOConfig) -> Measure
     denominators = Denominators.of(mask.values, Rows(mask.lengths))
     if not denominators.tokens:
         raise DataError("no token of the batch is in the loss: every row was left out or rejected")
-    loss_fn = partial(
-        make_policy_loss(actor, actor.loss_scale_factor or float(config.data.max_response_length)), denominators=denominators
-    )
+    loss_fn = make_policy_loss(actor, actor.loss_scale_factor or float(config.data.max_response_length)).of(denominators)
     pushes, log_probs = (mask.like(torch.zeros(len(mask.values))) for _ in range(2))
 
     num_seen = 0
 
-    def watched(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, Mapping[str, Metric | Pending]]:
+    def watched(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
         nonlocal num_seen
         assert outputs.log_probs is not None
         here = slice(num_seen, num_seen + tokens.rows.num_tokens)  # rows come in their order

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from lockstep.protocol import DataProto, Ragged
-from lockstep.rewards.outcome import as_float
 from lockstep.rewards.manager import RewardManager
+from lockstep.rewards.outcome import as_float
 from lockstep.tools.evaluate.answering import Answerer, Drawing
 from lockstep.tools.evaluate.question import Question, Sample
 

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +25,7 @@ from lockstep.errors import NumericalError
 from lockstep.models.chunked_head import (
     ChunkedLoss,
     LossFn,
+    LossOutput,
     LossPass,
     Read,
     TokenOutputs,
@@ -61,10 +63,10 @@ from lockstep.workers.engine.checkpoint import (
 )
 from lockstep.workers.engine.dtensor import ReadRows
 from lockstep.workers.engine.optim import OptimResult, Updates
-from lockstep.workers.engine.pending import Pending, read
+from lockstep.workers.engine.pending import finite_loss, read
 from lockstep.workers.engine.spec import EngineSpec, compute_dtype
 
-__all__ = ["LossFn", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
+__all__ = ["LossFn", "LossOutput", "LossPass", "OptimResult", "TokenOutputs", "TokenRows", "TrainEngine"]
 
 
 LANGUAGE_COLUMNS = ("log_probs", "entropys", "top_log_probs")
@@ -407,7 +409,11 @@ class TrainEngine(ABC):
 
     def _metrics(self, loss_pass: LossPass) -> dict[str, Metric]:
         """Return the merged metrics of the pass, read from the device at once. Raise what its checks raise."""
-        found = read([{**metrics, "check/loss": _finite_loss(loss, tokens)} for loss, metrics, tokens in loss_pass.found])
+        outputs = []
+        for output, tokens in loss_pass.found:
+            checks = [*output.checks, finite_loss(output.loss, tokens.indices)]
+            outputs.append(replace(output, checks=checks))
+        found = read(outputs)
         return merge_metrics(found) if self.reports else {}
 
     def _packs(self, data: DataProto, budget: Budget) -> Sequence[PackedRows]:
@@ -434,16 +440,3 @@ class TrainEngine(ABC):
 def logits_at_once(vocabulary: int, device: torch.device) -> int:
     """Return the number of tokens whose logits over `vocabulary` may exist at a time."""
     return max(1, most_logits(device) // vocabulary)
-
-
-def _finite_loss(loss: Tensor, tokens: TokenRows) -> Pending:
-    """A check that the loss of a chunk is finite."""
-
-    def check(numbers: list[float]) -> None:
-        if not math.isfinite(numbers[0]):
-            raise NumericalError(
-                f"the loss is {numbers[0]} in a micro-batch with dataset rows {list(tokens.indices)}; nothing was updated. "
-                "Look at these rows' log-probs, advantages and rewards"
-            )
-
-    return Pending(loss, check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_a_gradient_may_come_in_several_parts(tmp_path: Path) -> None:
 
     def train() -> tuple[float, dict[str, Tensor]]:
         engine = LAYOUTS["dp2"].engine(path)
-        loss = partial(make_policy_loss(ACTOR, 1.0), denominators=denominators_of(STEPS[0]))
+        loss = make_policy_loss(ACTOR, 1.0).of(denominators_of(STEPS[0]))
         for half in (STEPS[0][:3], STEPS[0][3:]):
             mine = batch_of(share(half, 0, engine.rank, engine.world_size))
             engine.forward_backward(mine, loss, TWO_MICRO_BATCHES, TEMPERATURE, entropy_grad=True)

@@ -26,6 +26,7 @@ from helpers.engines import make_tiny_engine
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
+from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.models import chunked_head
 from lockstep.models.chunked_head import LossPass
@@ -144,7 +145,7 @@ def test_how_many_logits_exist_at_once_never_changes_an_update(
     vocabulary = reference_model(path, LM).config.vocab_size
     monkeypatch.setitem(chunked_head.MAX_LOGITS, "cpu", at_once * vocabulary)
     assert layout.run(lambda: layout.engine(path).tokens_at_once) == [at_once] * layout.world
-    assert LossPass(make_policy_loss(ACTOR, 1.0), 1.0, False).by_token
+    assert LossPass(make_policy_loss(ACTOR, 1.0).of(Denominators(1, 1)), 1.0, False).by_token
     monkeypatch.setattr(LossPass, "by_token", cuts_rows)
     chunks = TokenRows(Rows(torch.tensor([8, 3, 5, 1])), {}, range(4)).chunks(at_once, cuts_rows)
     assert (chunks and [len(chunk.rows) for chunk in chunks]) == parts

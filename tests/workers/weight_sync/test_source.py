@@ -10,6 +10,7 @@ from helpers.tiny import save_tiny_model, tiny_model
 from torch import Tensor
 
 from lockstep.models.attention import CACHED
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.packing import Budget
 from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.engine.base import TokenOutputs, TrainEngine
@@ -23,9 +24,9 @@ FP32_BYTES = 4
 def update(engine: TrainEngine) -> None:
     """One optimizer step on anything."""
 
-    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> tuple[Tensor, dict]:
+    def loss_fn(outputs: TokenOutputs, rows: DataProto) -> LossOutput:
         assert outputs.log_probs is not None
-        return outputs.log_probs.sum(), {}
+        return LossOutput(outputs.log_probs.sum(), {})
 
     rows = {"prompts": Ragged.from_rows([[3, 4]]), "responses": Ragged.from_rows([[5, 6, 7]])}
     engine.forward_backward(DataProto.from_dict(rows), loss_fn, Budget(100))

@@ -17,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig, check_learner
 from lockstep.errors import ConfigError
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.fit import check_fit
 from lockstep.models.load import Head
 from lockstep.models.packing import Budget
@@ -59,9 +60,9 @@ def balance_alone(path: str, rows: list[dict[str, Tensor]]) -> tuple[float, floa
     return loss.item(), torch.stack([g.norm() for g in gradients]).norm().item()
 
 
-def nothing(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+def nothing(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
     assert outputs.log_probs is not None
-    return 0.0 * outputs.log_probs.sum(), {}
+    return LossOutput(0.0 * outputs.log_probs.sum(), {})
 
 
 @pytest.mark.parametrize(

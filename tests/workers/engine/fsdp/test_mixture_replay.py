@@ -13,6 +13,7 @@ from helpers.mixtures import MIXTURES, chosen_experts, draw_experts, forced
 from helpers.tiny import save_tiny_model
 from torch import Tensor
 
+from lockstep.models.chunked_head import LossOutput
 from lockstep.models.packing import Budget
 from lockstep.observability.metrics import merge_metrics, values
 from lockstep.protocol import DataProto, Ragged
@@ -40,9 +41,9 @@ def data_of(rows: Rows) -> DataProto:
     return data
 
 
-def minus_log_probs(outputs: TokenOutputs, tokens: TokenRows) -> tuple[Tensor, dict[str, Any]]:
+def minus_log_probs(outputs: TokenOutputs, tokens: TokenRows) -> LossOutput:
     assert outputs.log_probs is not None
-    return -(outputs.log_probs * tokens.columns["advantages"]).sum(), {}
+    return LossOutput(-(outputs.log_probs * tokens.columns["advantages"]).sum(), {})
 
 
 def reference(path: str, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, float]:
