@@ -55,6 +55,11 @@ class Recipe:
     """The split that a row of a single file belongs to whose name has none; None: all are for training."""
 
     @property
+    def is_on_hub(self) -> bool:
+        """Whether `hub_id` names a dataset on the hub."""
+        return "/" in self.hub_id
+
+    @property
     def schema(self) -> pa.Schema:
         """The columns of the file that is written."""
         extra = [("split", pa.string()), ("index", pa.int64()), *self.extra_info.items()]

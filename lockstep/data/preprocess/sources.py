@@ -1,16 +1,22 @@
-"""Which files a dataset is in, and which split each of them belongs to.
+"""Which files a dataset is in, which split each of them belongs to, and the rows of a file.
 
 A source is a folder (a copy of a hub repository, or of the original files), a file, or the id of a dataset on the hub. The split is in
 the name of the file or of a folder above it: `main/train-00000-of-00001.parquet`, `val.jsonl`, `MATH/test/algebra/1.json`.
 """
 
+import gzip
+import json
 import re
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.data.preprocess.reading import SUFFIXES
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.data.preprocess.recipe import UnusableRow
 from lockstep.errors import DataError
 
 HUB_DEADLINE_S = 10.0
@@ -20,6 +26,9 @@ _SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "val
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONVERTED = "refs/convert/parquet"
 """Where the hub keeps parquet copies of datasets that are a loading script."""
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -121,3 +130,56 @@ def _no_hub(what: str, error: Exception) -> DataError:
         "Without a connection, copy the dataset from a machine that has one "
         f"(hf download {repo} --repo-type dataset --local-dir FOLDER) and pass --source FOLDER"
     )
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any] | UnusableRow]:
+    """Every row of the file, in order."""
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        else:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                yield from _json_lines(file) if ".jsonl" in path.name else _json_rows(file.read())
+    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any] | UnusableRow]:
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        for batch in file.iter_batches(_BATCH_ROWS):
+            try:
+                yield from batch.to_pylist()
+            except UnicodeDecodeError:
+                for position in range(len(batch)):
+                    try:
+                        yield batch.slice(position, 1).to_pylist()[0]
+                    except UnicodeDecodeError:
+                        yield UnusableRow("not valid UTF-8")
+
+
+def _json_rows(content: bytes) -> Iterator[dict[str, Any] | UnusableRow]:
+    """A list of objects, one object, or one object per line."""
+    try:
+        whole = json.loads(content)
+    except ValueError:
+        if content.lstrip().startswith(b"["):
+            raise
+        yield from _json_lines(content.split(b"\n"))
+        return
+    for row in whole if isinstance(whole, list) else [whole]:
+        yield row if isinstance(row, dict) else UnusableRow("not a JSON object")
+
+
+def _json_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | UnusableRow]:
+    for line in lines:
+        if line.strip():
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError:
+                yield UnusableRow("not valid UTF-8")
+            except ValueError:
+                yield UnusableRow("not JSON")
+            else:
+                yield row if isinstance(row, dict) else UnusableRow("not a JSON object")

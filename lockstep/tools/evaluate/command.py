@@ -27,7 +27,7 @@ from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import add_model_arguments, find_model, load_model_of, names_options
 
 if TYPE_CHECKING:
-    from lockstep.data.preprocess.writing import Account
+    from lockstep.data.preprocess.main import Account
     from lockstep.tools.evaluate.answering import Answerer, Drawing
     from lockstep.tools.evaluate.question import Question
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.data.preprocess.writing import Account
+from lockstep.data.preprocess.main import Account
 from lockstep.errors import DataError
 from lockstep.observability.score_summary import score_summary
 from lockstep.observability.statistics import Estimate, compare, estimate

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.preprocess import gsm8k, hellaswag, humaneval, math_dataset, mbpp
-from lockstep.data.preprocess.reading import read_rows
+from lockstep.data.preprocess import gsm8k, hellaswag, math_dataset
+from lockstep.data.preprocess.main import Account, where_of
 from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow, WrittenRow
-from lockstep.data.preprocess.sources import SourceFiles, find_files
-from lockstep.data.preprocess.writing import Account, where_of
+from lockstep.data.preprocess.sources import SourceFiles, find_files, read_rows
 from lockstep.errors import DataError
 from lockstep.judging import math
-from lockstep.tools.evaluate import grading
+from lockstep.tools.evaluate import grading, programs
 from lockstep.tools.evaluate.question import Question, digest
 
 
@@ -184,11 +183,11 @@ TASKS = {
         Task(name="hellaswag", recipe=hellaswag.RECIPE, as_text=_hellaswag_text, choices=_hellaswag_choices),
         Task(
             name="humaneval",
-            recipe=humaneval.RECIPE,
+            recipe=programs.HUMANEVAL,
             as_text=_humaneval_text,
             stop=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
             grade=grading.program,
         ),
-        Task(name="mbpp", recipe=mbpp.RECIPE, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
+        Task(name="mbpp", recipe=programs.MBPP, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
     )
 }

@@ -92,7 +92,7 @@ def test_the_files_are_what_the_dataset_reads(run, tmp_path):
 
 
 def test_a_long_file_is_cut_into_row_groups_that_are_read_alone(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.data.preprocess.writing._ROW_GROUP", 4)
+    monkeypatch.setattr("lockstep.data.preprocess.main._ROW_GROUP", 4)
     run("gsm8k", write_rows(tmp_path / "train.jsonl", [GOOD] * 10))
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 

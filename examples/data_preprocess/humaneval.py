@@ -1,0 +1,9 @@
+"""HumanEval as parquet files: python examples/data_preprocess/humaneval.py --source PATH_OR_HUB_ID --out FOLDER."""
+
+import sys
+
+from lockstep.data.preprocess.main import recipe_main
+from lockstep.tools.evaluate.programs import HUMANEVAL
+
+if __name__ == "__main__":
+    sys.exit(recipe_main(HUMANEVAL, sys.argv[1:]))
