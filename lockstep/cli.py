@@ -23,7 +23,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "look": {
         "watch": ("lockstep.tools.report.watch", "`watch RUN`: follow a run live, in a browser on this machine"),
-        "report": ("lockstep.tools.report.command", "`report RUN`: write one HTML file about a run, with its samples token by token"),
+        "report": (
+            "lockstep.tools.report.command",
+            "`report RUN`: write one HTML file about a run, with its samples token by token",
+        ),
         "compare": ("lockstep.tools.compare", "compare what several algorithms would do with one recorded batch"),
     },
     "use": {
@@ -35,7 +38,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "push": ("lockstep.tools.push", "upload a checkpoint to the Hugging Face hub"),
     },
     "trust": {
-        "check": ("lockstep.tools.check", "check a loss or estimator of your own: does batching change it?"),
+        "check": ("lockstep.tools.check.command", "check a loss or estimator of your own: does batching change it?"),
         "verify-resume": ("lockstep.tools.verify_resume", "kill a short run and compare its end with one that was not killed"),
         "capsule": (
             "lockstep.tools.replay.capsule",

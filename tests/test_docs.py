@@ -23,7 +23,7 @@ from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess
 from lockstep.rewards.outcome import FAILURE_KINDS
-from lockstep.tools.check import check_advantage, check_loss, check_preference
+from lockstep.tools.check.command import check_advantage, check_loss, check_preference
 from lockstep.tools.evaluate.command import _parser as eval_parser
 from lockstep.trainer.ppo.checks import ESTIMATOR_INPUTS
 

@@ -16,13 +16,8 @@ from lockstep.algorithms.policy_losses import POLICY_LOSSES
 from lockstep.algorithms.value_losses import clipped_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.tools.check.cases import advantage_cases, loss_cases
-from lockstep.tools.check.properties import (
-    ADVANTAGE_PROPERTIES,
-    ADVANTAGE_WARNINGS,
-    LOSS_PROPERTIES,
-    AdvantageSubject,
-    LossSubject,
-)
+from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, ADVANTAGE_WARNINGS, LOSS_PROPERTIES
+from lockstep.tools.check.subjects import AdvantageSubject, LossSubject
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.algorithms.aggregation import LOSS_AGG_MODES
 from lockstep.errors import MissingExtra
-from lockstep.tools.check.properties import Case, Violation
+from lockstep.tools.check.subjects import Case, Violation
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -20,12 +20,12 @@ _LOSS_TOKENS = ("old_log_prob", "advantages")
 _ADVANTAGE_TOKENS = ("token_level_rewards", "values")
 _MAX_ROWS = 4
 _MAX_WIDTH = 3
-_PARTS = 2
+_NUM_REWARD_PARTS = 2
 
 
 @st.composite
 def loss_cases(draw: st.DrawFn) -> Case:
-    """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
+    """Draw up to 4 rows of up to 3 tokens, masks with holes, empty rows, log-ratios from 0 to far beyond every clamp."""
     mask = draw(_masks())
     scale = draw(st.sampled_from([1.0, 8.0]))
     tokens = {name: draw(_numbers(mask.shape)) for name in _LOSS_TOKENS}
@@ -42,7 +42,7 @@ def loss_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def advantage_cases(draw: st.DrawFn) -> Case:
-    """Up to 4 rows of up to 3 tokens, masks with holes, empty rows, groups of any size, rewards with ties."""
+    """Draw up to 4 rows of up to 3 tokens, masks with holes, empty rows, groups of any size, rewards with ties."""
     mask = draw(_masks())
     rows = len(mask)
     tokens = {name: draw(_numbers(mask.shape)) for name in _ADVANTAGE_TOKENS}
@@ -52,14 +52,14 @@ def advantage_cases(draw: st.DrawFn) -> Case:
     of_rows = {
         "group": torch.tensor(draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)), dtype=torch.int64),
         "reward_baselines": draw(_numbers((rows,))),
-        "reward_parts": draw(_numbers((rows, _PARTS))),
+        "reward_parts": draw(_numbers((rows, _NUM_REWARD_PARTS))),
     }
     return Case(tokens=tokens, of_rows=of_rows, mask=mask, order=draw(st.permutations(range(rows))))
 
 
 @st.composite
 def pair_cases(draw: st.DrawFn) -> Case:
-    """Up to 4 pairs, with log-probs from far below 0 to 0, ties, and lengths of 1 to 3."""
+    """Draw up to 4 pairs, with log-probs from far below 0 to 0, ties, and lengths of 1 to 3."""
     shape = draw(st.integers(1, _MAX_ROWS)), 2
     scale = draw(st.sampled_from([0.25, 1.0, 300.0]))
     names = ("log_prob", "ref_log_prob", "mismatched_log_prob", "mismatched_ref_log_prob")
@@ -74,7 +74,7 @@ def pair_cases(draw: st.DrawFn) -> Case:
 def smallest_failure(
     strategy: st.SearchStrategy[Any], check: Callable[[Any], None], max_examples: int
 ) -> tuple[Any, Violation] | None:
-    """The smallest case found for which `check` raises, with what it raised; None when `max_examples` cases pass.
+    """Return the smallest case found for which `check` raises, with what it raised; None if `max_examples` cases pass.
 
     An exception of any other kind counts as a violation too. The cases are the same in every run.
     """
@@ -98,8 +98,9 @@ def smallest_failure(
             found.append((case, violation))
             raise
         except Exception as error:
-            found.append((case, Violation(f"it raised {type(error).__name__}: {error}")))
-            raise found[-1][1] from error
+            raised = Violation(f"it raised {type(error).__name__}: {error}")
+            found.append((case, raised))
+            raise raised from error
 
     try:
         run()
@@ -117,7 +118,7 @@ def _masks(draw: st.DrawFn) -> Tensor:
 
 
 def _numbers(shape: tuple[int, ...] | torch.Size) -> st.SearchStrategy[Tensor]:
-    """Quarters from -3 to 3: readable, with ties, and shrinking to 0."""
+    """Return quarters from -3 to 3: readable, with ties, and shrinking to 0."""
     # Always as many as the largest batch needs: a smaller batch then keeps the numbers it has, which makes shrinking work.
     size = _MAX_ROWS * _MAX_WIDTH
     numbers = st.lists(st.integers(-12, 12), min_size=size, max_size=size)

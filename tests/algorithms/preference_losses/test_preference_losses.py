@@ -23,7 +23,8 @@ from lockstep.algorithms.preference_losses import (
 )
 from lockstep.errors import ConfigError
 from lockstep.tools.check.cases import pair_cases
-from lockstep.tools.check.pairs import PAIR_PROPERTIES, PreferenceSubject
+from lockstep.tools.check.properties import PAIR_PROPERTIES
+from lockstep.tools.check.subjects import PreferenceSubject
 
 TRL = json.loads((Path(__file__).parent / "trl.json").read_text())
 COLUMNS = {name: torch.tensor(TRL[name], dtype=torch.float64) for name in ("log_prob", "ref_log_prob", "length")}

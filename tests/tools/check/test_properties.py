@@ -4,16 +4,8 @@ import pytest
 import torch
 
 from lockstep.algorithms.masking import zero_outside
-from lockstep.tools.check.properties import (
-    ADVANTAGE_PROPERTIES,
-    ADVANTAGE_WARNINGS,
-    LOSS_PROPERTIES,
-    LOSS_WARNINGS,
-    AdvantageSubject,
-    Case,
-    LossSubject,
-    Violation,
-)
+from lockstep.tools.check.properties import ADVANTAGE_PROPERTIES, ADVANTAGE_WARNINGS, LOSS_PROPERTIES, LOSS_WARNINGS
+from lockstep.tools.check.subjects import AdvantageSubject, Case, LossSubject, Violation
 
 NUMBERS = torch.tensor([[0.5, -1.0, 0.25], [1.5, 0.0, -0.75], [0.75, 2.0, 0.5]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)

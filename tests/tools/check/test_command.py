@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.tools.check import main
+from lockstep.tools.check.command import main
 
 LOSSES = """
 from lockstep.algorithms.masking import zero_outside
