@@ -55,20 +55,23 @@ def install_fast_layers(model: PreTrainedModel) -> bool:
             part.forward = functools.partial(_gated, part, part.forward)
         elif is_mixture(part):
             part.forward = functools.partial(_mixed, part, part.forward)
-        elif type(part) in _LAYERS:
+        elif takes_float_residual(part):
             part.forward = functools.partial(_layer, part, part.forward)
             found = True
     return found
 
 
 def takes_float_residual(layer: nn.Module) -> bool:
-    """Whether a layer is one whose input may be float32 where its weights are half precision."""
-    return type(layer) in _LAYERS
+    """Return True if the layer's input may be float32 while its weights are half precision.
+
+    A layer that is recomputed has a class of the same name over its own (recompute.py).
+    """
+    return any(type(layer).__name__ == known.__name__ and isinstance(layer, known) for known in _LAYERS)
 
 
 def has_fast_layers(model: PreTrainedModel) -> bool:
     """Whether the model's layers are of a family that has them."""
-    return any(type(part) in _LAYERS for part in model.modules())
+    return any(takes_float_residual(part) for part in model.modules())
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:

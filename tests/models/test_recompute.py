@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention import PACKED, PackedLayout
+from lockstep.models.fast_layers import has_fast_layers, install_fast_layers, takes_float_residual
 from lockstep.models.recompute import KINDS, activation_bytes, apply_recompute, choose_recompute, free_memory
 
 IDS = torch.arange(2, 22)[None]
@@ -38,6 +39,14 @@ def test_more_recomputation_keeps_less_and_changes_no_gradient() -> None:
     for other in gradients[1:]:
         for mine, want in zip(other, gradients[0], strict=True):
             assert torch.equal(mine, want)
+
+
+def test_layers_that_are_recomputed_keep_their_fast_form_and_their_float32_residual() -> None:
+    model = tiny_model("llama")
+    apply_recompute(model, "full")
+    assert [takes_float_residual(layer) for layer in model.model.layers] == [True, True]
+    assert has_fast_layers(model)
+    assert install_fast_layers(model)
 
 
 def test_auto_takes_the_least_recomputation_that_fits() -> None:
