@@ -40,8 +40,8 @@ from lockstep.models.load import share_structure
 from lockstep.models.source import SMOLLM2, model_folder
 from lockstep.planner import needs
 from lockstep.planner.choices import PLAIN, RolloutNumbers, choose_rollout
+from lockstep.utils.device import free_device_memory
 from lockstep.utils.garbage import frozen_objects
-from lockstep.utils.memory import free_device_memory
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.registry import make_rollout
 

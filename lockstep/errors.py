@@ -27,7 +27,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 
 class LockstepError(Exception):

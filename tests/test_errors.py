@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import RewardError, as_command
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 HOSTILE = st.lists(
     st.sampled_from(["\x1b]0;title\x07", "\x1b[2J", "\r", "\u202e", "\x9b31m", "é", "\n", "a"]) | st.text(max_size=3)

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lockstep.errors import ConfigError
 from lockstep.models.flops import mlp_width
 from lockstep.models.mixin import extend_class
-from lockstep.utils.memory import free_device_memory
+from lockstep.utils.device import free_device_memory
 
 KINDS = ("none", "selective", "full")
 _SHARE = 0.6

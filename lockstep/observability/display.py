@@ -34,7 +34,7 @@ from lockstep.observability.waiting import (
     shown_waits,
     waiting_console,
 )
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 
 class SafeConsole(Console):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 from lockstep.observability.spans import Progress, progress, running
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 LOG_EVERY_S = 10.0
 _NAMES = {

@@ -27,7 +27,7 @@ from lockstep.protocol import Column, DataProto, Ragged
 from lockstep.rewards.judges import MODEL, Judges, JudgeWeights
 from lockstep.rewards.outcome import Failure, Outcome, Score, check_score
 from lockstep.rewards.runner import ComputeScore, RewardRunner
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.tools.generate import add_sampling_arguments, encode, sampling_of
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
-from lockstep.utils.printable import printable, say
+from lockstep.utils.terminal import printable, say
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.request import Completion

@@ -14,7 +14,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.sft import TRAIN_ON
 from lockstep.errors import DataError, as_command
 from lockstep.models.source import SMOLLM2
-from lockstep.utils.printable import printable, say
+from lockstep.utils.terminal import printable, say
 
 if TYPE_CHECKING:
     from lockstep.data.token_rows import TokenRow

@@ -13,7 +13,7 @@ from lockstep.config.sampling import SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
-from lockstep.utils.printable import printable, say
+from lockstep.utils.terminal import printable, say
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.request import Completion

@@ -23,7 +23,7 @@ from lockstep.checkpoint.manifest import MANIFEST, check_manifest
 from lockstep.config.presets import ALGORITHMS
 from lockstep.errors import ConfigError, DataError, LockstepError, ResourceError
 from lockstep.observability.metrics import MACHINE_METRICS
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 PROGRAM = "lockstep.cli"
 """The module that is run; its first argument is the training command."""

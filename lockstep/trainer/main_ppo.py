@@ -22,7 +22,7 @@ from lockstep.trainer.run.setup import (
     warm_up_embedded,
     with_embedded_files,
 )
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -8,13 +8,14 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows neither progress bars nor anything below an error; what it reports is checked by the caller."""
-    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Inside, transformers shows neither progress bars nor messages below an error; the caller checks what it reports."""
+    verbosity = logging.get_verbosity()
+    had_progress_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if progress:
+        if had_progress_bars:
             logging.enable_progress_bar()

@@ -17,8 +17,8 @@ from lockstep.observability.metrics import Max, Mean, Metric
 from lockstep.planner import Load, Model, Needs, Rollout, candidates, reusing_models
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import Dispatch, Worker, register
+from lockstep.utils.device import available_ram, free_device_memory
 from lockstep.utils.garbage import freeze_objects
-from lockstep.utils.memory import available_ram, free_device_memory
 from lockstep.workers.engine.base import LossFn, OptimResult, TrainEngine
 from lockstep.workers.engine.dtensor import local_part
 from lockstep.workers.engine.share_writer import ShareWriter

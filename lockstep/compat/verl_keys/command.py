@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, summary, table
+from lockstep.compat.verl_keys.shell import started_commands
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.load import has_key, leaves, plain, readable_errors
 from lockstep.config.overrides import parse_override
 from lockstep.config.yaml_file import read_yaml as read_file
 from lockstep.errors import ConfigError, as_command
-from lockstep.utils.shell import started_commands
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"
 _HELP = f"""{_USAGE}
@@ -135,7 +135,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def read_script(path: Path) -> dict[str, Any]:
-    """Return key -> value of the trainer that a shell script would start (`utils.shell`), the last one if there are several.
+    """Return key -> value of the trainer that a shell script would start (`shell.py`), the last one if there are several.
 
     Raise ConfigError if it starts none.
     """

@@ -17,7 +17,7 @@ from lockstep.data.preprocess import chat, full_hh_rlhf, gsm8k, hellaswag, math_
 from lockstep.data.preprocess.recipe import Recipe, SourceRow, UnusableRow
 from lockstep.data.preprocess.sources import SourceFiles, find_files, read_rows
 from lockstep.errors import DataError, as_command
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 RECIPES = {
     "gsm8k": gsm8k.RECIPE,

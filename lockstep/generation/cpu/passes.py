@@ -18,7 +18,7 @@ from lockstep.generation.pages import CacheShape, KVCache
 from lockstep.generation.scheduler import Pass, Sample, Scheduler
 from lockstep.generation.scores import scored_rows
 from lockstep.observability.spans import running
-from lockstep.utils.memory import available_ram
+from lockstep.utils.device import available_ram
 from lockstep.workers.rollout.sampling import sample, uniforms
 
 PAGE_SIZE = 16

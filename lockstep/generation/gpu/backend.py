@@ -20,7 +20,7 @@ from lockstep.generation.gpu.rows import RowState
 from lockstep.generation.gpu.runner import Decoder, DecodeRunner, WarmSteps, bucket, buckets
 from lockstep.generation.pages import CacheShape, KVCache
 from lockstep.generation.scheduler import Scheduler
-from lockstep.utils.memory import free_device_memory
+from lockstep.utils.device import free_device_memory
 
 PAGE_SIZE = 64
 INTERVAL = 8

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.errors import ConfigError, as_command
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -17,7 +17,7 @@ from lockstep.observability.score_summary import score_summary
 from lockstep.observability.statistics import Estimate, compare, estimate
 from lockstep.tools.evaluate.question import Question, Sample, digest
 from lockstep.tools.evaluate.scoring import FORMATTED
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 Numbers = dict[str, dict[str, Any]]
 """Name -> value, low, high."""

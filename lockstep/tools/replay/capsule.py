@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.checkpoint import folders
 from lockstep.errors import DataError, as_command
 from lockstep.tools.replay.command import PROGRAMS
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 
 @as_command

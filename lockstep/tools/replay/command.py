@@ -24,7 +24,7 @@ from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError, DataError, as_command, is_nonfinite
 from lockstep.observability.metrics import MACHINE_METRICS, RANK_METRICS
 from lockstep.tools.replay.trust import check_safe
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.loop import Run

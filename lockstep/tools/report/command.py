@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import LockstepError
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.tools.report.collector import Collector

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 from lockstep.errors import DataError, LockstepError
 from lockstep.tools.report.collector import Collector
 from lockstep.tools.report.html import Block, assemble
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 

@@ -22,7 +22,7 @@ from lockstep.observability.display import is_live_terminal
 from lockstep.observability.spans import progress
 from lockstep.observability.trackers import check_trackers
 from lockstep.observability.waiting import leave_terminal, shown_waits
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.config.engine import ModelConfig

@@ -24,7 +24,7 @@ from lockstep.checkpoint.folders import sync
 from lockstep.checkpoint.manifest import Entry, entry_of
 from lockstep.checkpoint.saver import describe_failure, write_report
 from lockstep.models.weight_files import Tensors, layout, placed, write_weights
-from lockstep.utils.memory import available_ram
+from lockstep.utils.device import available_ram
 from lockstep.workers.engine.checkpoint import Specs, num_bytes
 
 

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError, NumericalError, WeightSyncError
 from lockstep.models.hf_config import context_limit, read_model_config
 from lockstep.models.source import model_folder
 from lockstep.protocol import DataProto, Ragged
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 from lockstep.workers.rollout.request import Completion, DecodeText, Job, Request, TopLogProbs, not_finite
 from lockstep.workers.weight_sync.base import Manifest, WeightOffer, check_equal, copy_weights, module_manifest, received
 

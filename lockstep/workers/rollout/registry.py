@@ -9,7 +9,7 @@ from lockstep.config.actor_rollout_ref import ROLLOUTS, RolloutConfig
 from lockstep.config.check import one_of
 from lockstep.errors import ConfigError
 from lockstep.generation import check_small_cache
-from lockstep.utils.printable import say
+from lockstep.utils.terminal import say
 from lockstep.workers.rollout.base import ModuleRollout, ProcessRollout, RolloutEngine
 from lockstep.workers.rollout.request import DecodeText
 

@@ -3,7 +3,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.utils.printable import printable
+from lockstep.utils.terminal import printable
 
 
 def test_control_characters_are_escaped_and_text_is_not():
