@@ -60,10 +60,12 @@ def make_policy_loss(config: ActorConfig, loss_scale_factor: float) -> Loss:
     aggregate = partial(agg_loss, mode=config.loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
-        log_probs, entropy = outputs.log_probs, outputs.entropy
+        log_probs = outputs.log_probs
+        entropy = outputs.entropy
         assert log_probs is not None
         assert entropy is not None
-        columns, rows = tokens.columns, tokens.rows
+        columns = tokens.columns
+        rows = tokens.rows
         mask = columns["response_mask"].bool()
         old_log_probs = columns.get("old_log_probs", log_probs.detach())
         # The sampler's log-probs are here to be compared with, in some updates only: no loss may come to depend on them.
@@ -106,7 +108,8 @@ def token_mean(values: Tensor, mask: Tensor) -> Pending:
 
 def _against_sampler(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
     """What stages.update_actor makes training/rollout_* of: ratios and differences of the two probabilities of each token."""
-    ratio, difference = torch.exp(log_probs - rollout_log_probs), (log_probs.exp() - rollout_log_probs.exp()).abs()
+    ratio = torch.exp(log_probs - rollout_log_probs)
+    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()
     return {
         "sampler/log_ratio_max": _largest((log_probs - rollout_log_probs).abs(), mask),
         "sampler/ratio": token_mean(ratio, mask),
@@ -133,7 +136,8 @@ def make_value_loss(config: CriticConfig) -> Loss:
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         assert outputs.values is not None
-        columns, mask = tokens.columns, tokens.columns["response_mask"].bool()
+        columns = tokens.columns
+        mask = tokens.columns["response_mask"].bool()
         checks = [finite("values", outputs.values, mask, tokens)]
         token_loss, token_metrics = clipped_value_loss(
             vpreds=outputs.values,
@@ -171,7 +175,8 @@ def make_fresh_value_loss(value_loss: Loss) -> FreshLoss:
         seen: list[Tensor], discounts: tuple[float, float], outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators
     ) -> LossOutput:
         assert outputs.values is not None
-        values, columns = outputs.values.detach(), tokens.columns
+        values = outputs.values.detach()
+        columns = tokens.columns
         seen.append(values)
         returns = gae_returns(columns["token_level_rewards"], values, columns["response_mask"].bool(), tokens.rows, *discounts)
         return value_loss.function(outputs, replace(tokens, columns=columns | {"values": values, "returns": returns}), denominators)
@@ -186,7 +191,9 @@ def make_sft_loss(name: str) -> Loss:
     """
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
-        log_probs, entropy, top = outputs.log_probs, outputs.entropy, outputs.top_log_probs
+        log_probs = outputs.log_probs
+        entropy = outputs.entropy
+        top = outputs.top_log_probs
         assert log_probs is not None
         assert entropy is not None
         assert top is not None
@@ -211,7 +218,9 @@ def make_distill_loss(name: str) -> Loss:
     """
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
-        log_probs, divergence, total = outputs.log_probs, outputs.divergence, outputs.divergence_sum
+        log_probs = outputs.log_probs
+        divergence = outputs.divergence
+        total = outputs.divergence_sum
         assert log_probs is not None
         assert divergence is not None
         assert total is not None

@@ -32,12 +32,14 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
     the rows are chosen and rejected in turn. Reading its metrics raises NumericalError, naming dataset rows, when a log-prob is not finite.
     """
     function = load_reference(mode) or get_preference_loss(mode)
-    bound, has_pairs = bind_preference_loss(function, parameters), takes_pairs(function)
+    bound = bind_preference_loss(function, parameters)
+    has_pairs = takes_pairs(function)
     coef = NLL_COEF.get(function, 0.0) if nll_coef is None else nll_coef
 
     def loss_fn(outputs: TokenOutputs, tokens: TokenRows, denominators: Denominators) -> LossOutput:
         assert outputs.log_probs is not None
-        rows, mask = tokens.rows, tokens.columns["response_mask"].bool()
+        rows = tokens.rows
+        mask = tokens.columns["response_mask"].bool()
         # Sums of many tokens lose what the loss is about, their small differences, in float32.
         log_prob = rows.sum(zero_outside(outputs.log_probs, mask).double())
         length = rows.sum(mask).clamp(min=1).double()
@@ -48,7 +50,8 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
         if has_pairs:
             given = {column: x.unflatten(0, (-1, 2)) for column, x in given.items()}
         loss, rewards = bound(given, None)
-        is_chosen, nll = tokens.row_columns["is_chosen"].bool(), -log_prob / length
+        is_chosen = tokens.row_columns["is_chosen"].bool()
+        nll = -log_prob / length
         of_chosen = masked_sum(nll, is_chosen)
         total = (loss.sum() + coef * of_chosen) / max(denominators.sequences // (2 if has_pairs else 1), 1)
         metrics: Metrics = {
@@ -90,7 +93,8 @@ def make_reward_loss(name: str, center_rewards_coefficient: float) -> Loss:
         chosen, rejected = outputs.scores.unflatten(0, (-1, 2)).unbind(-1)
         loss = bradley_terry(chosen, rejected, tokens.row_columns["margin"][::2], center_rewards_coefficient)
         ahead = (chosen - rejected).detach()
-        right, count = (ahead.sign() + 1) / 2, torch.ones_like(ahead).sum()
+        right = (ahead.sign() + 1) / 2
+        count = torch.ones_like(ahead).sum()
         confidence = ahead.abs().sigmoid()
         bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
         excess = torch.zeros(NUM_BINS, device=bins.device).index_add_(0, bins, confidence - right)

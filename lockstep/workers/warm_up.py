@@ -16,7 +16,9 @@ from lockstep.workers.rollout.base import RolloutEngine
 
 WARMED = ("fsdp", "fsdp2")
 """The strategies whose modules clear their gradients as torch's do."""
-PROMPT, RESPONSE, ROWS = 48, 16, 4
+PROMPT = 48
+RESPONSE = 16
+ROWS = 4
 """Sizes of the made-up rows. Neighbours share a prompt, as the samples of a step do."""
 
 
@@ -77,7 +79,8 @@ def warm_update(engine: TrainEngine, *, learns: bool, temperature: float, entrop
     config: Any = engine.module.config
     limit = context_limit(config)
     context = PROMPT + RESPONSE if limit is None else limit.tokens
-    rows, budget = _rows(max(1, min(PROMPT, context - RESPONSE))), Budget(ROWS * (PROMPT + RESPONSE), None)
+    rows = _rows(max(1, min(PROMPT, context - RESPONSE)))
+    budget = Budget(ROWS * (PROMPT + RESPONSE), None)
     with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []), engine.on_device():
         engine.forward(rows, budget, temperature)
         if learns:

@@ -267,7 +267,8 @@ class TrainEngine(ABC):
         """Return the loss's metrics over these rows, merged, without a gradient."""
         self.module.eval()
         data, _ = join_rows(data, self.model_group)
-        packs, loss_pass = self._packs(data, budget), LossPass(loss, temperature=1.0, entropy_grad=False)
+        packs = self._packs(data, budget)
+        loss_pass = LossPass(loss, temperature=1.0, entropy_grad=False)
         with self.on_device():
             for packed, out in zip(packs, self.columns(packs, 1.0), strict=True):
                 loss_pass.of(packed).loss_of(out, packed.tokens)
@@ -421,7 +422,9 @@ class TrainEngine(ABC):
         # A row without a response (its request failed) has nothing to compute, and its prompt may be what was wrong.
         rows = (data.ragged("responses").lengths > 0).nonzero().flatten()
         data = data if len(rows) == len(data) else data.select_idxs(rows)
-        counts, budget, scored = data.token_counts().tolist(), budget.times(self.token_ranks), self.head is Head.SCORE
+        counts = data.token_counts().tolist()
+        budget = budget.times(self.token_ranks)
+        scored = self.head is Head.SCORE
         batches = self.equal_counts(cut_into_micro_batches(counts, budget, shared_prompt_tokens(data), data.units()))
         return LazySequence(len(batches), lambda number: pack_rows(data.select_idxs(batches[number]), self.device, scored))
 

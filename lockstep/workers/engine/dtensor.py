@@ -32,7 +32,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 def read_shards(parameters: Iterable[tuple[str, Tensor]], read: ReadRows) -> None:
     """Fill named parameters: each rank reads the rows of its shards, and keeps its columns of them."""
     for name, parameter in parameters:
-        local, offset = local_part(parameter), [0, 0]
+        local = local_part(parameter)
+        offset = [0, 0]
         if local.numel():
             if isinstance(parameter, DTensor):
                 offset[:] = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]

@@ -81,7 +81,8 @@ def learning_rate(update: int, total_updates: int, config: OptimConfig) -> float
     Linear warm-up over w steps: lr * (update + 1) / w. Then constant, or a fall from lr to lr * min_lr_ratio at the last step: as a cosine,
     linearly, or (wsd) linearly over the last lr_decay_steps_ratio of all steps.
     """
-    warmup, kind = config.lr_warmup_steps, config.lr_scheduler_type
+    warmup = config.lr_warmup_steps
+    kind = config.lr_scheduler_type
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_updates)
     if update < warmup:

@@ -47,10 +47,12 @@ def compute_divided(
     The N tokens are cut into equal parts in order, filled up at the end with tokens that nothing reads. `compute` gives the columns of
     this rank's part.
     """
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     total = packed.input_ids.shape[1]
     size = -(-total // ranks)
-    own, fill = slice(rank * size, (rank + 1) * size), (0, ranks * size - total)
+    own = slice(rank * size, (rank + 1) * size)
+    fill = (0, ranks * size - total)
     owner = packed.predict_at // size
     by_rank = owner[:, None] == torch.arange(ranks, device=owner.device)  # [M, W]
     number = (by_rank.cumsum(0) - 1)[by_rank]  # of each entry among those of its rank

@@ -128,7 +128,10 @@ class ShareWriter:
     def begin(self, in_background: bool) -> None:
         """Begin a new save. Waits for the one before."""
         self.wait()
-        self.in_background, self.error, self._kept, self._entries = in_background, None, [], {}
+        self.in_background = in_background
+        self.error = None
+        self._kept = []
+        self._entries = {}
 
     def _host_file(self, file: Path, specs: Specs) -> HostFile | None:
         """Memory for the copy of a file, or None where it would take too much."""

@@ -29,31 +29,36 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(ABC):
-    """Generates from weights that somebody else keeps up to date.
+    """Generates; the worker keeps its weights up to date.
 
-    A request that cannot be served (see `_fault`), or whose logits are not finite, gets a Completion with finish_reason "error"; the
-    others are not touched by it. Log-probs that the engine cannot give (`RolloutConfig.gives_log_probs`) are NaN.
+    A request that cannot be served (see `fault_of`), or whose logits are not finite, gets a Completion with finish_reason "error"; other
+    requests are not affected. Log-probs that the engine cannot give (`RolloutConfig.gives_log_probs`) are NaN.
     """
 
     def __init__(
         self, hf_config: PretrainedConfig, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
     ) -> None:
-        self.hf_config, self.config, self.pad_token_id, self.decode_text = hf_config, config, pad_token_id, decode_text
+        self.hf_config = hf_config
+        self.config = config
+        self.pad_token_id = pad_token_id
+        self.decode_text = decode_text
         text_config = hf_config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         limit = context_limit(hf_config)
         self.context: int | None = None if limit is None else limit.tokens
-        """How many tokens prompt and response may have together."""
-        self.seats, self.pass_tokens, self.cache_share = config.seats, config.pass_tokens, config.cache_share
+        """Most tokens of prompt and response together; None: no limit."""
+        self.seats = config.seats
+        self.pass_tokens = config.pass_tokens
+        self.cache_share = config.cache_share
         self.version = 0
-        """Counts the weights: whoever changes them adds one."""
+        """Counts the weights: every change adds one."""
         self._broken: str | None = None
-        """Why the weights must not be used."""
+        """Why the weights must not be used; None if they may."""
 
     def receive(self, offer: WeightOffer, device: torch.device, receiver: int = 0) -> Manifest:
-        """Replace all weights by the offer's; returns what the engine has now.
+        """Replace all weights by the offer's. Return the manifest of the new weights.
 
-        Raises WeightSyncError when they are not whole and exactly what was sent. After any failure the engine refuses to generate, until a
+        Raise WeightSyncError unless they are whole and exactly the sent ones. After any failure the engine refuses to generate until a
         later call works.
         """
         self._broken = f"the update to version {offer.version} has not finished"
@@ -62,7 +67,8 @@ class RolloutEngine(ABC):
         except BaseException as error:
             self._broken = f"the update to version {offer.version} failed: {str(error) or type(error).__name__}"
             raise
-        self._broken, self.version = None, offer.version
+        self._broken = None
+        self.version = offer.version
         return manifest
 
     @abstractmethod
@@ -70,9 +76,9 @@ class RolloutEngine(ABC):
         """`receive`, without the bookkeeping."""
 
     def generate_stream(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """One completion for each request, as they finish; `Completion.index` says which. Closing the iterator ends the generation.
+        """Yield one completion for each request (`Completion.index`), as they finish. Closing the iterator ends the generation.
 
-        Raises WeightSyncError when the last weight update did not work, ConfigError for stop strings without a way to decode tokens.
+        Raise WeightSyncError if the last weight update failed, ConfigError for stop strings without a tokenizer.
         """
         self.check_weights()
         if self.decode_text is None and any(r.stop if r.stop is not None else sampling.stop for r in requests):
@@ -86,37 +92,37 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def open(self, sampling: SamplingParams, *, num_tokens: int | None = None) -> Stream:
-        """A stream whose requests can join, go on and leave while others run. Close it when it is over: an engine has one at a time.
+        """Return a stream whose requests can join, continue and leave while others run. Close it: an engine has one at a time.
 
-        `sampling` is what a request without parameters of its own gets. `num_tokens`: how many tokens the key-value cache should hold
-        (None: what memory allows). Raises WeightSyncError when the last weight update did not work, RuntimeError while another is open,
-        ConfigError where the engine has none.
+        `sampling` is for requests without their own parameters. `num_tokens`: how many tokens the key-value cache should hold (None: as
+        many as memory allows). Raise WeightSyncError if the last weight update failed, RuntimeError while another stream is open,
+        ConfigError if the engine has no streams.
         """
 
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        """A stream for these requests and no others."""
+        """Return a stream for these requests alone."""
         return self.open(sampling)
 
     def check_weights(self) -> None:
-        """Raise WeightSyncError when the last weight update did not work."""
+        """Raise WeightSyncError if the last weight update failed."""
         if self._broken is not None:
             raise WeightSyncError(f"the rollout has no whole set of weights, so it does not generate: {self._broken}")
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in order."""
+        """Return one completion for each request, in order."""
         finished = {completion.index: completion for completion in self.generate_stream(requests, sampling)}
         return [finished[index] for index in range(len(requests))]
 
     def check(self) -> None:
-        """Raise ConfigError, naming the model's family and the reason, if this engine would compute the model wrongly."""
+        """Raise ConfigError, with the model's family and the reason, if this engine would compute the model wrongly."""
         return
 
     def sleep(self) -> None:
-        """Give back the memory that only generation needs. The next generation takes it again by itself."""
+        """Free the memory that only generation needs. The next generation allocates it again."""
         return
 
     def close(self) -> None:
-        """End what the engine has started. May be called again."""
+        """End the engine's processes. May be called again."""
         return
 
 
@@ -124,8 +130,9 @@ class RolloutEngine(ABC):
 
 
 def requests_of(prompts: DataProto, step: int) -> list[Request]:
-    """A request for each row, from its columns prompts, index, sample."""
-    ids, columns = prompts.ragged("prompts").rows(), prompts.non_tensor_batch
+    """Return a request for each row, from its columns prompts, index, sample."""
+    ids = prompts.ragged("prompts").rows()
+    columns = prompts.non_tensor_batch
     return [
         Request(prompt_ids, (step, int(index), int(sample)))
         for prompt_ids, index, sample in zip(ids, columns["index"], columns["sample"], strict=True)
@@ -133,8 +140,10 @@ def requests_of(prompts: DataProto, step: int) -> list[Request]:
 
 
 def response_columns(completions: Sequence[Completion]) -> DataProto:
-    """The columns responses, rollout_log_probs, response_mask, finish_reason, and experts where they are kept. A request that failed has an
-    empty response, and a line on standard output says so. Raises NumericalError when all of them failed."""
+    """Return the columns responses, rollout_log_probs, response_mask, finish_reason, and experts if they are kept.
+
+    A failed request has an empty response; one line on standard output counts them. Raise NumericalError if all of them failed.
+    """
     failures = [completion.error for completion in completions if completion.error]
     if failures:
         say(f"{len(failures)} of {len(completions)} requests have no response; the first: {failures[0]}", flush=True)
@@ -157,7 +166,7 @@ class ModuleRollout(RolloutEngine):
     attention: str
     """The attention function the module must be built with."""
     own_weights: bool = True
-    """Whether the module's parameters are nobody else's tensors: then the engine may move them, as long as they are updated in place."""
+    """Whether no trainer shares the module's parameters: then the engine may move them, as long as they are updated in place."""
 
     def __init__(
         self, module: PreTrainedModel, config: RolloutConfig, pad_token_id: int, decode_text: DecodeText | None = None
@@ -175,9 +184,9 @@ class ModuleRollout(RolloutEngine):
 
 
 class ProcessRollout(RolloutEngine):
-    """An engine that generates in a process of its own, with weights of its own.
+    """An engine that generates in a separate process, with its own weights.
 
-    It starts with those of the model's folder and computes in `dtype`. Raises what `_start` raises, WorkerDied and WorkerTimeout
+    It starts with the weights of the model's folder and computes in `dtype`. Raises what `_start` raises, WorkerDied and WorkerTimeout
     (`config.start_timeout_s`, `config.silence_timeout_s`).
     """
 
@@ -202,13 +211,14 @@ class ProcessRollout(RolloutEngine):
     def completed(
         self, job: Job, ids: Sequence[int], log_probs: Sequence[float], reason: str, tops: TopLogProbs | None = None
     ) -> Completion:
-        """What the process answered to a job; the log-probs say whether the logits were finite."""
+        """Return the completion of a job from the process's answer; log-probs that are not finite make it an error."""
         values = torch.tensor(log_probs, dtype=torch.float32)
         bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
         if bad:
             return not_finite(job.index, job.request, bad[0], self.version)
         if not self.gives_log_probs(job.params):
-            values, tops = torch.full_like(values, torch.nan), None
+            values = torch.full_like(values, torch.nan)
+            tops = None
         return Completion(job.index, torch.tensor(ids, dtype=torch.int64), values, reason, self.version, None, tops)
 
     def gives_log_probs(self, params: SamplingParams) -> bool:

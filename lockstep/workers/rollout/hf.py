@@ -32,7 +32,8 @@ class HFRollout(ModuleRollout):
         """The completions of jobs that are drawn alike, by the parameters of the first."""
         # A folder's own settings (a repetition penalty, say) would change what is sampled behind the run's back.
         self.module.generation_config = GenerationConfig()
-        device, params = self.module.device, jobs[0].params
+        device = self.module.device
+        params = jobs[0].params
         prompts = Ragged.from_rows([job.ids for job in jobs])
         mask = prompts.like(torch.ones_like(prompts.values)).pad(0, side="left").to(device)
         finite = _CheckFinite(len(jobs))
@@ -62,14 +63,16 @@ class HFRollout(ModuleRollout):
                 yield not_finite(job.index, job.request, bad, self.version)
             else:
                 top = _top(log_probs[row, :length], job.request.top_log_probs)
-                ids, own = tokens[row, :length].cpu(), drawn[row, :length].cpu()
+                ids = tokens[row, :length].cpu()
+                own = drawn[row, :length].cpu()
                 yield Completion(job.index, ids, own, reason, self.version, None, top, *self._prompt_log_probs(job))
 
     def _prompt_log_probs(self, job: Job) -> tuple[Tensor | None, TopLogProbs | None]:
         if not job.request.prompt_log_probs:
             return None, None
         logits = self.module(input_ids=job.ids[None].to(self.module.device)).logits[0].float() / (job.params.temperature or 1.0)
-        log_probs, length = logits.log_softmax(-1).cpu(), len(job.request.prompt_ids)
+        log_probs = logits.log_softmax(-1).cpu()
+        length = len(job.request.prompt_ids)
         own = torch.cat([torch.tensor([torch.nan]), log_probs[:-1].gather(-1, job.ids[1:, None]).squeeze(-1)])
         top = _top(log_probs[:-1], job.request.top_log_probs)
         return own[-length:], None if top is None else ([[], *top])[-length:]
@@ -83,14 +86,16 @@ class HFStream(Stream):
 
     def __init__(self, engine: HFRollout, sampling: SamplingParams) -> None:
         super().__init__(engine, sampling)
-        self._hf, self._queue = engine, []
+        self._hf = engine
+        self._queue = []
 
     @property
     def num_waiting(self) -> int:
         return len(self._arrived) + len(self._queue)
 
     def _work(self, arrived: Sequence[Job], aborted: set[int], left_s: float | None) -> list[Completion | Tokens]:
-        version, queue = self._hf.version, [*self._queue, *arrived]
+        version = self._hf.version
+        queue = [*self._queue, *arrived]
         none = torch.empty(0, dtype=torch.int64)
         answers: list[Completion | Tokens] = [Completion(i, none, none.float(), "abort", version) for i in sorted(aborted)]
         queue = [job for job in queue if job.index not in aborted]
@@ -142,7 +147,8 @@ class _Lower(LogitsProcessor):
     """Presence and frequency penalties on what comes after the `start` first tokens."""
 
     def __init__(self, params: SamplingParams, start: int) -> None:
-        self._penalties, self._start = (params.presence_penalty, params.frequency_penalty), start
+        self._penalties = (params.presence_penalty, params.frequency_penalty)
+        self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return lower(scores, list(input_ids[:, self._start :]), *self._penalties) if any(self._penalties) else scores

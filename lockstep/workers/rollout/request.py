@@ -116,7 +116,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a response ends: after a stop token, after the token that completes a stop string, or at its limit."""
+    """The conditions that end a response: a stop token, the token that completes a stop string, or the limit."""
 
     max_tokens: int
     token_ids: frozenset[int]
@@ -132,8 +132,10 @@ class Stopping:
         decode_text: DecodeText | None,
         length: int | None = None,
     ) -> Stopping:
-        """The request's own limits, and those of `sampling` where it has none; never more tokens than fit into `context` after the `length`
-        (None: those of the prompt) before the response."""
+        """Return the request's limits, or else those of `sampling`; never more tokens than fit into `context`.
+
+        `length` is the number of tokens before the response (None: the prompt's).
+        """
         token_ids = sampling.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         strings = sampling.stop if request.stop is None else request.stop
         limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
@@ -141,10 +143,11 @@ class Stopping:
         return cls(limit, frozenset(token_ids), strings, decode_text)
 
     def end(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[int, str] | None:
-        """The length at which a response ends, and why ("stop" or "length"); None if it goes on.
+        """Return the length at which a response ends, and the reason ("stop" or "length"); None if it continues.
 
-        Only its tokens from `start` to `stop` (None: the last) are looked at: it is known that none before `start` ends it. What `tokens`
-        has after the end does not matter."""
+        Only the tokens from `start` to `stop` (None: the last) are examined: no token before `start` ends the response. Tokens after the
+        end do not matter.
+        """
         stop = len(tokens) if stop is None else stop
         if not self.token_ids and not self.strings:
             return (self.max_tokens, "length") if stop >= self.max_tokens else None
@@ -168,9 +171,13 @@ class Stopping:
 def fault_of(
     request: Request, params: SamplingParams, length: int, vocabulary: int, context: int | None, decodes: bool
 ) -> str | None:
-    """Why a model of this vocabulary and context length cannot serve the request, which has `length` tokens with what it continues; None
-    if it can. `decodes`: whether there is a tokenizer for stop strings."""
-    ids, limit, strings = request.prompt_ids, request.max_tokens, params.stop if request.stop is None else request.stop
+    """Return why a model of this vocabulary and context length cannot serve the request; None if it can.
+
+    `length` counts the request's tokens and those it continues. `decodes`: whether there is a tokenizer for stop strings.
+    """
+    ids = request.prompt_ids
+    limit = request.max_tokens
+    strings = params.stop if request.stop is None else request.stop
     if not len(ids):
         return "the prompt is empty; it needs one token or more"
     if limit is not None and limit < 1:
@@ -182,7 +189,8 @@ def fault_of(
     if not 0 <= request.top_log_probs <= MOST_TOP:
         return f"top_log_probs={request.top_log_probs}; it must be between 0 and {MOST_TOP}"
     array = ids.numpy()  # a few times faster than the tensor where it is short
-    low, high = int(array.min()), int(array.max())
+    low = int(array.min())
+    high = int(array.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         return f"the prompt has token {wrong}, the model knows 0 to {vocabulary - 1}: the tokenizer does not fit the model"
@@ -192,11 +200,11 @@ def fault_of(
 
 
 def failed(index: int, request: Request, reason: str, version: int) -> Completion:
-    """The completion of a request that has no response."""
+    """Return the completion of a request without a response."""
     error = f"request {request.key} (step, prompt, sample): {reason}"
     return Completion(index, torch.empty(0, dtype=torch.int64), torch.empty(0), "error", version, error)
 
 
 def not_finite(index: int, request: Request, token: int, version: int) -> Completion:
-    """The completion of a request whose logits are not finite at a token."""
+    """Return the completion of a request whose logits are not finite at a token."""
     return failed(index, request, f"the model's logits are not finite at token {token} of the response", version)

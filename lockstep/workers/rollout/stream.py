@@ -32,7 +32,8 @@ class Stream(ABC):
     """A timeout with which `next`, called again and again, keeps the engine busy and the caller from spinning."""
 
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:
-        self._engine, self._sampling = engine, sampling
+        self._engine = engine
+        self._sampling = sampling
         self._changed = threading.Condition()
         """Guards what `add`, `abort`, `release` and `close` change."""
         self._count = 0
@@ -48,7 +49,8 @@ class Stream(ABC):
         with self._changed:
             if self._closed:
                 raise RuntimeError("the stream is closed: open another one")
-            index, self._count = self._count, self._count + 1
+            index = self._count
+            self._count = self._count + 1
             job = self._job(index, request)
             if isinstance(job, Job):
                 self._jobs[index] = job
@@ -76,7 +78,8 @@ class Stream(ABC):
                         return None
                     self._changed.wait(left)
                     continue
-                arrived, aborts = list(self._arrived), self._aborts & self._jobs.keys()
+                arrived = list(self._arrived)
+                aborts = self._aborts & self._jobs.keys()
                 self._arrived.clear()
                 self._aborts = set()
                 self._is_working = True
@@ -182,7 +185,9 @@ class Stream(ABC):
 
     def _job(self, index: int, request: Request) -> Job | str:
         """The job, or why it cannot be served."""
-        engine, ids, position = self._engine, request.prompt_ids, 0
+        engine = self._engine
+        ids = request.prompt_ids
+        position = 0
         if request.continues is not None:
             turn = self._turns.get(request.continues)
             if turn is None:

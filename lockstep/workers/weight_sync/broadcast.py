@@ -77,8 +77,10 @@ class _Group:
 
     def __init__(self, offer: BroadcastOffer, store: dist.Store | None, rank: int, device: torch.device) -> None:
         """`store` is rank 0's own; the others connect to it."""
-        self.device, self._version = device, offer.version
-        size, timeout = 1 + offer.num_receivers, timedelta(seconds=offer.timeout_s)
+        self.device = device
+        self._version = offer.version
+        size = 1 + offer.num_receivers
+        timeout = timedelta(seconds=offer.timeout_s)
         try:
             store = store or dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
             if offer.cuda:

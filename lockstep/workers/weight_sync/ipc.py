@@ -69,7 +69,8 @@ class IPCSender(WeightSender):
     """Puts the weights into shared memory; with `cuda`, makes handles of tensors on the GPU. Raises WeightSyncError outside Linux."""
 
     def __init__(self, version: int, cuda: bool = False) -> None:
-        self._version, self._cuda = version, cuda
+        self._version = version
+        self._cuda = cuda
         self._descriptor: int | None = None
         self._kept: list[Tensor] = []
 
@@ -106,11 +107,13 @@ class IPCSender(WeightSender):
     def _send_handles(self, weights: Weights) -> Manifest:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        manifest, handles = {}, {}
+        manifest = {}
+        handles = {}
         for name, tensor in weights:
             tensor = tensor.detach().contiguous()
             self._kept.append(tensor)
-            manifest[name], handles[name] = describe(tensor), reduce_tensor(tensor)
+            manifest[name] = describe(tensor)
+            handles[name] = reduce_tensor(tensor)
         torch.cuda.synchronize()  # the other process reads without waiting for our stream
         self._offer = CudaOffer(self._version, manifest, pickle.dumps(handles))
         return manifest

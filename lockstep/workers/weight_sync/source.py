@@ -41,7 +41,9 @@ class SharedWeights:
     def __init__(self, engine: Exporter, dtype: torch.dtype) -> None:
         if engine.decoder is None:
             raise ValueError("the engine was made without a decoder")
-        self._engine, self.decoder, self._dtype = engine, engine.decoder, dtype
+        self._engine = engine
+        self.decoder = engine.decoder
+        self._dtype = dtype
         self._slots = parameter_slots(self.decoder)
         self._engine_copies = engine.world_size > 1 or engine.exports_copies
         for module in self.decoder.modules():
@@ -136,7 +138,10 @@ class SentWeights:
         make_sender: Callable[[int], WeightSender],
         device: torch.device,
     ) -> None:
-        self._engine, self._export, self._make_sender, self._device = engine, export, make_sender, device
+        self._engine = engine
+        self._export = export
+        self._make_sender = make_sender
+        self._device = device
         self._sent_version: int | None = None
 
     @contextmanager
@@ -145,7 +150,8 @@ class SentWeights:
         yield self._send() if self._sent_version != self._engine.version else 0
 
     def _send(self) -> int:
-        size, version = 0, self._engine.version
+        size = 0
+        version = self._engine.version
 
         def counted() -> Weights:
             nonlocal size

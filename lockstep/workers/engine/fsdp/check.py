@@ -22,8 +22,10 @@ def is_of_experts(pattern: str) -> bool:
 def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: str, key: str) -> None:
     """Raise ConfigError unless `world_size` ranks of any device can hold a model of `hf_config` as `choice.fsdp_config` says; `key` is
     where that section stands in the configuration."""
-    section, strategy = choice.fsdp_config, choice.strategy
-    size, key_of_size = section.tensor_parallel_size, f"{key}.tensor_parallel_size"
+    section = choice.fsdp_config
+    strategy = choice.strategy
+    size = section.tensor_parallel_size
+    key_of_size = f"{key}.tensor_parallel_size"
     if size > 1:
         if strategy != "fsdp2":
             raise ConfigError(f"{key_of_size}={size} needs strategy=fsdp2; {strategy} cannot split a layer")

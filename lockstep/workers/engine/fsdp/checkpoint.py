@@ -49,7 +49,8 @@ def load_moments(
     if not isinstance(module, FullyShardedDataParallel):
         read_sharded_moments(optimizer, parameters, kind, read)
         return
-    runs, rank = _runs(module, parameters, device), dist.get_rank(module.process_group)
+    runs = _runs(module, parameters, device)
+    rank = dist.get_rank(module.process_group)
     for name, parameter in parameters.items():
         if runs[name][rank]:
             start = sum(runs[name][:rank])

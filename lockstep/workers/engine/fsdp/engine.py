@@ -59,7 +59,9 @@ class FSDPEngine(TrainEngine):
         source: WeightSource | None = None,
         lora: Lora | None = None,
     ) -> None:
-        head, optim, device = spec.head, spec.optim, spec.device
+        head = spec.head
+        optim = spec.optim
+        device = spec.device
         specs = {
             base_name(name): (tensor.dtype, tuple(tensor.shape))
             for name, tensor in (*module.named_parameters(), *sharding.saved_buffers(module))

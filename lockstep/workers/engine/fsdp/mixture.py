@@ -39,7 +39,8 @@ class SampledExperts:
     """
 
     def __init__(self, data: DataProto, num_layers: int) -> None:
-        experts, lengths = data.ragged("experts"), data.token_counts()
+        experts = data.ragged("experts")
+        lengths = data.token_counts()
         tokens = int(lengths.sum())
         width = len(experts.values) // tokens if tokens else num_layers
         if not torch.equal(experts.lengths, lengths * width) or width % num_layers:
@@ -60,7 +61,8 @@ class SampledExperts:
 def _places(data: DataProto) -> DataProto:
     """The rows with the number of each token among all of them in the place of the token: packed as the tokens are, it says which lies
     where. Equal prompts have equal numbers, so that they are shared as the tokens are."""
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
+    prompts = data.ragged("prompts")
+    responses = data.ragged("responses")
     starts = torch.cumsum(data.token_counts(), 0) - data.token_counts()
     first: dict[bytes, int] = {}
     own = [first.setdefault(row.numpy().tobytes(), int(start)) for row, start in zip(prompts.rows(), starts, strict=True)]
@@ -80,7 +82,9 @@ class Routing:
     """Watches these routers. `coef` is the weight of the load-balance loss; gradients are averaged over `ranks`, so they are multiplied."""
 
     def __init__(self, found: Sequence[nn.Module], coef: float, ranks: int) -> None:
-        self._coef, self._ranks, self._num_layers = coef, ranks, len(found)
+        self._coef = coef
+        self._ranks = ranks
+        self._num_layers = len(found)
         self._packed: PackedRows | None = None
         """The micro-batch that is computed, where it is watched."""
         self._given: Tensor | None = None
@@ -100,7 +104,9 @@ class Routing:
         total = torch.tensor(num_rows, device=device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
-        self._num_rows, self._num_packs, self._num_rows_seen = max(1, int(total)), 0, 0
+        self._num_rows = max(1, int(total))
+        self._num_packs = 0
+        self._num_rows_seen = 0
         self._losses.clear()
         self._counts.clear()
         self._changed.clear()
@@ -157,7 +163,8 @@ class Routing:
         """Note what the router of a layer chose; its output, with the load-balance loss attached."""
         assert self._packed is not None
         loss, counts = balance(logits, chosen, self._packed)
-        self._losses[self._num_packs, layer], self._counts[self._num_packs, layer] = loss.detach(), counts
+        self._losses[self._num_packs, layer] = loss.detach()
+        self._counts[self._num_packs, layer] = counts
         if not self._coef:
             return logits, scores, chosen
         scale = self._coef * self._ranks / (self._num_rows * self._num_layers)
@@ -166,7 +173,8 @@ class Routing:
 
 def balance(logits: Tensor, chosen: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
     """The load-balance loss of one layer, summed over the rows of a micro-batch, and [experts] how many tokens each expert got."""
-    at, lengths = packed.predict_at, packed.tokens.rows.lengths.to(logits.device)
+    at = packed.predict_at
+    lengths = packed.tokens.rows.lengths.to(logits.device)
     experts = logits.shape[-1]
     probabilities = logits[at].float().softmax(-1)
     picked = torch.zeros_like(probabilities).scatter_(-1, chosen[at], 1.0)
@@ -204,7 +212,8 @@ class MixtureEngine(FSDPEngine):
     def __init__(self, module: PreTrainedModel, spec: EngineSpec, **options: Any) -> None:
         super().__init__(module, spec, **options)
         if spec.optim is not None and self.token_ranks == 1:
-            self._num_routers, self._replays = len(routers(module)), spec.head is Head.LANGUAGE_MODEL
+            self._num_routers = len(routers(module))
+            self._replays = spec.head is Head.LANGUAGE_MODEL
             self._prefix = "critic/" if spec.head is Head.VALUE else ""  # an actor of the same step says moe/* too
             self._routing = Routing(routers(module), spec.model.router_aux_loss_coef, self.gradient_ranks)
 
@@ -212,12 +221,14 @@ class MixtureEngine(FSDPEngine):
         if self._routing is None:
             return super().forward_backward(data, *args, **options)
         self._routing.begin(int((data.ragged("responses").lengths > 0).sum()), self.device)
-        metrics, chosen = super().forward_backward(data, *args, **options), self._routing.end()
+        metrics = super().forward_backward(data, *args, **options)
+        chosen = self._routing.end()
         return metrics | {f"{self._prefix}{name}": metric for name, metric in chosen.items()} if self.reports else metrics
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        replays, self._replays = self._replays, False
+        replays = self._replays
+        self._replays = False
         try:
             with super().adapter_off():
                 yield

@@ -64,7 +64,8 @@ class Meshes:
 
 def make_meshes(config: FSDPConfig, device: torch.device) -> Meshes:
     """The layout of all ranks. That it is possible is for `check` to say."""
-    tensor, world = config.tensor_parallel_size, dist.get_world_size()
+    tensor = config.tensor_parallel_size
+    world = dist.get_world_size()
     ranks = world // tensor
     sizes = {"shard": ranks}
     if config.fsdp_size not in (-1, ranks):

@@ -112,7 +112,8 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan |= {
         name: _DivideExperts() for name in names.values() if name.endswith(".mlp.experts")
     }  # not every version's plan has them
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
     plan[names[embedding]] = _STYLES["embedding_rowwise"]()
     if type(output) is nn.Linear:
         plan[names[output]] = _SplitRows()

@@ -89,7 +89,8 @@ def _empty_copy(own: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _add_gradient(own: nn.Parameter, copy: Tensor) -> None:
-    gradient, copy.grad = copy.grad, None
+    gradient = copy.grad
+    copy.grad = None
     assert gradient is not None
     if own.grad is None:
         own.grad = gradient.to(own.dtype)
