@@ -22,7 +22,7 @@ from lockstep.trainer.run.setup import reward_arguments, with_embedded_task
 if TYPE_CHECKING:
     from lockstep.rewards.manager import RewardManager
     from lockstep.tools.reward_check.report import Report
-    from lockstep.tools.reward_check.scoring import Case, Subject
+    from lockstep.tools.reward_check.trials import JudgedRow, Trial
 
 _WIDTH = 160
 """Columns of the tables where there is no terminal."""
@@ -30,7 +30,7 @@ _WIDTH = 160
 
 @as_command
 def main(arguments: Sequence[str]) -> int:
-    """Check the rewards as the command line says: 0 when nothing is wrong, 1 when something is, 2 for a command line that means nothing."""
+    """Check the rewards as the command line says; return 0 if nothing is wrong, 1 if something is, 2 if the command is not `check`."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in main_ppo
     first = arguments[0] if arguments else "nothing"
     if first in ("-h", "--help"):
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         usage = "lockstep rewards check [options] [key=value ...]"
         print(f"error: usage: {usage}; expected 'check' after 'rewards', not {first!r}", file=sys.stderr)
         return 2
-    from lockstep.tools.reward_check.tables import print_report
+    from lockstep.tools.reward_check.report import print_report
 
     options = _parser().parse_intermixed_args(arguments[1:])
     asked = read_asked(options.overrides, options.config)
@@ -66,21 +66,20 @@ def check(
     gold_score: float | None = None,
     console: SafeConsole | None = None,
 ) -> Report:
-    """Score right answers, nonsense, attacks and, when asked, the model's own samples of the configured data with the configured reward.
+    """Score right answers, nonsense, attacks and, on request, the model's own samples with the configured reward; return the report.
 
     Args:
         num_rows: Rows of data.train_files and data.val_files to try, spread over the data_sources.
         model_samples: Prompts that the model answers actor_rollout_ref.rollout.n times each; None: no model is loaded.
-        gold_score: What a right answer must get; None: the best that any right answer of its data_source gets.
+        gold_score: The score that a right answer must get; None: the best that any right answer of its data_source gets.
         console: Where progress is shown; None: nowhere.
 
     Raises what training would raise for data without a reward, files that cannot be read and programs that cannot be run.
     """
     from lockstep.rewards.manager import RewardManager
     from lockstep.tools.reward_check.report import make_report
-    from lockstep.tools.reward_check.rows import choose_rows
-    from lockstep.tools.reward_check.scoring import make_cases, make_subjects, score_twice
-    from lockstep.tools.reward_check.traps import Traps
+    from lockstep.tools.reward_check.responses import Traps
+    from lockstep.tools.reward_check.trials import choose_rows, make_judged_rows, make_trials, score_twice
     from lockstep.trainer.ppo.checks import check_rewards
     from lockstep.trainer.ppo.prompts import open_dataset
     from lockstep.utils.tokenizer import hf_tokenizer
@@ -97,18 +96,20 @@ def check(
         check_rewards(config, manager, manager, datasets["train"], datasets.get("val"))
         sources = {tag.data_source for dataset in datasets.values() if hasattr(dataset, "tags") for tag in dataset.tags()}
         rows = choose_rows(datasets, num_rows, len(sources), config.trainer.seed)
-        subjects = make_subjects(manager, rows, config.reward_model.enable, config.reward.timeout_s)
-        notes = _notes(config, len(rows) - len(subjects), sources - {row.data_source for row in rows}, model_samples)
+        judged = make_judged_rows(manager, rows, config.reward_model.enable, config.reward.timeout_s)
+        missed = sources - {row.data_source for row in rows}
+        notes = _notes(config, len(rows) - len(judged), missed, model_samples)
         with Traps() as traps:
-            cases = make_cases(subjects, traps)
+            trials = make_trials(judged, traps)
             if model_samples is not None:
                 sampled = choose_rows(datasets, model_samples, len(sources), config.trainer.seed)
-                answered = make_subjects(manager, sampled, config.reward_model.enable, config.reward.timeout_s)
-                cases += _model_samples(config, tokenizer, manager, datasets, answered)
-            with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as progress:
-                task = progress.add_task("scoring", total=2 * len(cases))
+                answered = make_judged_rows(manager, sampled, config.reward_model.enable, config.reward.timeout_s)
+                trials += _model_samples(config, tokenizer, manager, datasets, answered)
+            is_shown = console is not None and console.is_terminal
+            with Progress(console=console, transient=True, disable=not is_shown) as progress:
+                task = progress.add_task("scoring", total=2 * len(trials))
                 num_at_once = config.reward.num_workers or min(os.cpu_count() or 1, 8)
-                results = score_twice(manager, cases, num_at_once, lambda: progress.advance(task))
+                results = score_twice(manager, trials, num_at_once, lambda: progress.advance(task))
             escapes = traps.sprung()
     finally:
         manager.close()
@@ -116,15 +117,15 @@ def check(
 
 
 def _model_samples(
-    config: PPOConfig, tokenizer: Any, manager: RewardManager, datasets: dict[str, Any], subjects: Sequence[Subject]
-) -> list[Case]:
-    """The model's own responses to these rows, drawn as in training."""
+    config: PPOConfig, tokenizer: Any, manager: RewardManager, datasets: dict[str, Any], rows: Sequence[JudgedRow]
+) -> list[Trial]:
+    """Return trials of the model's own responses to these rows, drawn as in training."""
     import torch
 
     from lockstep.models.hf_config import stop_token_ids
     from lockstep.single_controller.base.worker import WorkerEnvironment, worker_environment
-    from lockstep.tools.reward_check.fuzz import Earns, Response
-    from lockstep.tools.reward_check.scoring import SAMPLE, Case
+    from lockstep.tools.reward_check.responses import AllowedScore, Response
+    from lockstep.tools.reward_check.trials import SAMPLE, Trial
     from lockstep.trainer.ppo.checks import check_models
     from lockstep.trainer.ppo.prompts import make_prompts
     from lockstep.utils.device import resolve_device
@@ -143,20 +144,21 @@ def _model_samples(
         )
     worker.init_model()
     sampling = config.sampling(stop_token_ids(str(config.actor_rollout_ref.model.path), tokenizer))
-    cases = []
+    trials = []
     for split, dataset in datasets.items():
-        asked = [subject for subject in subjects if subject.row.split == split]
-        if not asked:
+        of_split = [judged for judged in rows if judged.row.split == split]
+        if not of_split:
             continue
-        batch = make_prompts(dataset, [subject.row.position for subject in asked], rollout.n, tokenizer.pad_token_id)
+        batch = make_prompts(dataset, [judged.row.position for judged in of_split], rollout.n, tokenizer.pad_token_id)
         batch.union(worker.generate_sequences(batch.select(["prompts"], ["index", "sample"]), sampling=sampling, step=0))
         for i, ids in enumerate(batch.ragged("responses").rows()):
-            cases.append(Case(asked[i // rollout.n], Response(SAMPLE, manager.decode(ids), Earns.ANYTHING)))
-    return cases
+            response = Response(SAMPLE, manager.decode(ids), AllowedScore.ANYTHING)
+            trials.append(Trial(of_split[i // rollout.n], response))
+    return trials
 
 
 def _notes(config: PPOConfig, num_model_only: int, missed: set[str | None], model_samples: int | None) -> list[str]:
-    """What the check leaves open."""
+    """Return what the check leaves open."""
     notes = []
     if num_model_only:
         notes.append(f"{num_model_only} rows that only the reward model judges")

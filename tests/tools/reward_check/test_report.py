@@ -7,23 +7,26 @@ import pytest
 from rich.console import Console
 
 from lockstep.rewards.outcome import Failure, Score
-from lockstep.tools.reward_check.fuzz import Earns, Response
-from lockstep.tools.reward_check.report import ERRORS, make_report
-from lockstep.tools.reward_check.rows import TriedRow
-from lockstep.tools.reward_check.scoring import GOLD, SAMPLE, Case, CaseResult, Subject
-from lockstep.tools.reward_check.tables import print_report
+from lockstep.tools.reward_check.report import ERRORS, make_report, print_report
+from lockstep.tools.reward_check.responses import AllowedScore, Response
+from lockstep.tools.reward_check.trials import GOLD, SAMPLE, JudgedRow, Trial, TrialResult, TriedRow
 
-EARNS = {GOLD: Earns.MOST, "empty": Earns.NOTHING, "two answers": Earns.LESS_THAN_GOLD, "attack": Earns.NO_ESCAPE}
+EARNS = {
+    GOLD: AllowedScore.MOST,
+    "empty": AllowedScore.NOTHING,
+    "two answers": AllowedScore.LESS_THAN_GOLD,
+    "attack": AllowedScore.NO_ESCAPE,
+}
 
 
 def result(name, *outcomes, row=0, source="mine"):
     """A number is a score, a text the kind of a failure; one alone was the same twice."""
     outcomes = outcomes * 2 if len(outcomes) == 1 else outcomes
     item = {"data_source": source, "raw_prompt": "?", "index": row, "reward_model": {"ground_truth": "42"}}
-    subject = Subject(TriedRow.of("train", row, item), {"rule": 1.0}, False, "42")
-    response = Response(name, f"text of {name} \ud800 [bold]", EARNS.get(name, Earns.ANYTHING))
+    judged = JudgedRow(TriedRow.of("train", row, item), {"rule": 1.0}, False, "42")
+    response = Response(name, f"text of {name} \ud800 [bold]", EARNS.get(name, AllowedScore.ANYTHING))
     told = tuple(Failure(o, f"it was {o}") if isinstance(o, str) else Score(o) for o in outcomes)
-    return CaseResult(Case(subject, response), told, (0.25, 0.75))
+    return TrialResult(Trial(judged, response), told, (0.25, 0.75))
 
 
 def report_of(*results, **more):
@@ -69,8 +72,8 @@ def test_each_problem_is_named_with_an_example(bad, expected):
     assert report.is_clean == (not set(expected) & set(ERRORS))
     for problem in report.problems:
         assert problem.data_source == "mine"
-        assert problem.by_response == {bad.case.response.name: 1}
-        assert problem.examples[0].response == bad.case.response.text
+        assert problem.by_response == {bad.trial.response.name: 1}
+        assert problem.examples[0].response == bad.trial.response.text
 
 
 def test_a_right_answer_must_earn_more_than_silence_or_what_the_user_says():
@@ -101,7 +104,7 @@ def test_groups_with_equal_scores_carry_no_signal():
 
 
 def test_what_was_seen_outside_is_an_escape_and_what_was_not_asked_is_said():
-    report = report_of(*GOOD, CaseResult(GOOD[0].case, (), ()), escapes=["a file was written"])
+    report = report_of(*GOOD, TrialResult(GOOD[0].trial, (), ()), escapes=["a file was written"])
     assert (kinds(report), report.problems[0].data_source) == (["escape"], None)
     assert report.notes == ["1 of 6 responses, after 16 time-outs"]
 
