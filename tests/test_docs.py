@@ -18,7 +18,8 @@ from lockstep.algorithms.policy_losses import BATCH_INPUTS, POLICY_LOSSES
 from lockstep.algorithms.preference_losses import PREFERENCE_LOSSES
 from lockstep.compat.verl_keys.keys import judge
 from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.load import check_key, read_layers, valid_keys
+from lockstep.config.keys import check_key, valid_keys
+from lockstep.config.load import read_layers
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser
 from lockstep.data.preprocess.main import main as preprocess

@@ -10,8 +10,9 @@ import yaml
 from transformers import Qwen2Config
 
 from benchmarks.workload import SHAPES
-from lockstep.config.arithmetic import describe
-from lockstep.config.load import check_key, load_config, load_recipe
+from lockstep.config.keys import check_key
+from lockstep.config.load import load_config, load_recipe
+from lockstep.config.ppo import describe
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.reference import ROOTS
 from lockstep.data.preprocess.main import _parser as preprocess_parser

@@ -1,15 +1,35 @@
 """`actor_rollout_ref.*`: the policy that is trained, how it generates, and its frozen reference."""
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from lockstep.config.auto import CACHE_SHARE, PASS_TOKENS, SEATS, TOKENS, auto_or, auto_or_at_least, auto_or_in_range
-from lockstep.config.check import above, absolute_reference, at_home, at_least, auto_or_bool, in_range, one_of
+from lockstep.config.check import (
+    CACHE_SHARE,
+    PASS_TOKENS,
+    SEATS,
+    TOKENS,
+    above,
+    absolute_reference,
+    at_home,
+    at_least,
+    auto_or,
+    auto_or_at_least,
+    auto_or_bool,
+    auto_or_in_range,
+    in_range,
+    one_of,
+)
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.sampling import check_line_breaks, check_sampling, check_stop
-from lockstep.config.weight_sync import WEIGHT_SYNCS
 from lockstep.errors import ConfigError
+
+ROLLOUTS = ("native", "hf", "vllm", "sglang")
+"""Generation engines that can be named in rollout.name."""
+WEIGHT_SYNCS = ("auto", "shared", "ipc", "broadcast", "disk")
+"""Names that rollout.weight_sync accepts."""
+_KEY = "actor_rollout_ref.rollout.weight_sync"
 
 
 @dataclass(frozen=True)
@@ -48,9 +68,6 @@ class PolicyKeys:
 
 
 PPO_KEYS = PolicyKeys()
-
-ROLLOUTS = ("native", "hf", "vllm", "sglang")
-"""Generation engines that can be named in rollout.name."""
 
 
 @dataclass
@@ -399,3 +416,32 @@ class ActorRolloutRefConfig:
     def loads_reference(self, parts: Parts) -> bool:
         """Whether a worker with these parts loads a reference; an actor with adapters is one without them, unless another is named."""
         return parts.reference and (self.ref.model.path is not None or not (parts.actor and self.model.adapts))
+
+
+def choose_weight_sync(
+    asked: str, engine: str, *, hybrid: bool, same_process: bool, same_machine: bool, cuda: bool, linux: bool | None = None
+) -> str:
+    """shared, ipc, broadcast or disk.
+
+    `hybrid`: the actor's worker generates itself. Otherwise `same_process` and `same_machine` say where the rollout's workers are, seen
+    from the actor's. Raises ConfigError when what was asked for cannot work.
+    """
+    possible = _possible(engine, hybrid, same_process, same_machine, cuda, hasattr(os, "memfd_create") if linux is None else linux)
+    if asked == "auto":
+        return possible[0]
+    if asked not in possible:
+        where = "in the actor's worker" if hybrid else "in workers of its own"
+        raise ConfigError(f"{_KEY}={asked} cannot serve rollout.name={engine} {where}; choose one of: auto, {', '.join(possible)}")
+    return asked
+
+
+def _possible(engine: str, hybrid: bool, same_process: bool, same_machine: bool, cuda: bool, linux: bool) -> list[str]:
+    """The methods that work, the best one first."""
+    if engine == "sglang":  # its server reads files only
+        return ["disk"]
+    if hybrid and engine != "vllm":
+        return ["shared"]
+    ipc = ["ipc"] if linux and same_machine else []
+    if hybrid or same_process:  # one process cannot be two members of a broadcast
+        return [*ipc, "disk"]
+    return ["broadcast", *ipc, "disk"] if cuda or not ipc else [*ipc, "broadcast", "disk"]

@@ -1,10 +1,17 @@
-"""Checks that the sections share. Each raises ConfigError with the key, what came, and what would do."""
+"""Checks that the sections share, each a ConfigError with the key, the value and the remedy; and the numbers that `auto` stands for."""
 
 import math
 import os
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
+
+AUTO = "auto"
+TOKENS, SCORED_TOKENS = 2048, 32768
+"""Tokens of a micro-batch where nobody has planned, as on a CPU: of a model that learns, which gains nothing from more there and would
+have to recompute what does not fit, and of a reward model, which keeps nothing."""
+SEATS, PASS_TOKENS, CACHE_SHARE = 256, 8192, 0.5
+"""Of a rollout: sequences at once, tokens of a pass, and the share of the free memory that its cache may take."""
 
 
 def one_of(key: str, value: object, allowed: Sequence[str]) -> None:
@@ -82,3 +89,33 @@ def absolute_reference(text: str) -> str:
     """A reference `path.py:name` with its path made absolute, since workers may run in another folder; other text as it is."""
     path, colon, name = text.rpartition(":")
     return f"{os.path.abspath(os.path.expanduser(path))}:{name}" if colon and path.endswith(".py") else text
+
+
+def auto_or(value: float | str, otherwise: float) -> float:
+    """The number that a key has, or `otherwise` where it is auto."""
+    return otherwise if isinstance(value, str) else value
+
+
+def tokens_in_words(value: int | str) -> str:
+    """A number of tokens as a sentence has it."""
+    return "as many tokens as the plan chose" if isinstance(value, str) else f"{value} tokens"
+
+
+def auto_or_at_least(section: object, prefix: str, least: int, *names: str) -> None:
+    """These values of the section must be "auto", or `least` or more."""
+    for name in names:
+        if not _is_auto(section, prefix, name):
+            at_least(section, prefix, least, name)
+
+
+def auto_or_in_range(section: object, prefix: str, low: float, high: float, name: str) -> None:
+    """This value of the section must be "auto", or lie in [low, high]."""
+    if not _is_auto(section, prefix, name):
+        in_range(section, prefix, low, high, name)
+
+
+def _is_auto(section: object, prefix: str, name: str) -> bool:
+    value = getattr(section, name)
+    if isinstance(value, str) and value != AUTO:
+        raise ConfigError(f"{prefix}.{name}={value} is no number; write a number, or auto")
+    return value == AUTO

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.config.auto import TOKENS, auto_or, auto_or_at_least
-from lockstep.config.check import at_least
+from lockstep.config.check import TOKENS, at_least, auto_or, auto_or_at_least
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
 
 

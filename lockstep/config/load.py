@@ -1,10 +1,9 @@
-"""From a command line to a configuration: overrides.py reads the arguments, the dataclasses say what is valid."""
+"""From a command line and a YAML file to a configuration. overrides.py reads the arguments, keys.py knows which keys there are."""
 
 import dataclasses
-import difflib
+import io
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,34 +11,52 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from lockstep.config import follow
 from lockstep.config.engine import SECTIONS, section_of
-from lockstep.config.first_run import ORIGIN, first_run_on_cpu, first_stage_on_cpu, is_first_run
+from lockstep.config.identity import redacted, remember
+from lockstep.config.keys import ENGINE_KEY, check_key, is_of_another_engine, type_of
 from lockstep.config.overrides import parse_override
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.presets import ALGORITHMS, EMBEDDED_CHANGES, EMBEDDED_PRESET
-from lockstep.config.secrets import redacted, remember
-from lockstep.config.trl_names import NOTHING_LIKE, TRL_NAMES
-from lockstep.config.yaml_file import read_yaml
+from lockstep.config.presets import (
+    ALGORITHMS,
+    EMBEDDED_CHANGES,
+    EMBEDDED_PRESET,
+    FIRST_RUN,
+    first_run_on_cpu,
+    first_stage_on_cpu,
+    is_first_run,
+)
 from lockstep.errors import ConfigError
 
 T = TypeVar("T")
 
-REMOVED_KEYS = {
-    "use_dynamic_bsz": "rows are always cut by tokens, unless a micro_batch_size_per_gpu is set",
-    "use_remove_padding": "rows are always packed without padding",
-    "max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
-    "max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
-    "hybrid_engine": "the roles in role_worker_mapping say what shares a process",
-    "rollout_correction.loss_type": "use actor.policy_loss.loss_mode: vanilla is ppo_clip, cispo with clip_ratio_low=1 is reinforce",
-    "load_format": "the native engine uses the trainer's own weights",
-}
-"""Keys of other systems, or how they end, that need no counterpart here, and why."""
 _BOUND = re.compile(r"(clip\w*|_s|_bound)$")
 """Keys that bound something, where an infinity means no bound: a clip, a time, a difference."""
+
+_EXPECTED = (
+    (r"Value '(.*)' of type '\w+' could not be converted to Integer", "must be a whole number, not"),
+    (r"Value '(.*)' of type '\w+' could not be converted to Float", "must be a number, not"),
+    (r"Value '(.*)' is not a valid bool.*", "must be true or false, not"),
+    (r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "must be a whole number or auto, not"),
+    (
+        r"(?:field '.*' is not Optional|Incompatible value 'None' for field of type '.*')()",
+        "must have a value; leave it out and it has its default: it cannot be null",
+    ),
+    (
+        r"Value '?(.*?)'? \(\w+\) is incompatible with type hint 'typing\.Dict\[str, float\]'",
+        "must be a mapping of judges to weights, such as {rule: 1.0, model: 0.2}, not",
+    ),
+    (r"Invalid value assigned: .* is not a ListConfig, list or tuple\.?()", "must be a list such as [a,b]"),
+)
+"""What OmegaConf says of a value of another type, and what was expected instead."""
+_MAX_BYTES = 1_000_000
+_MAX_NODES = 100_000
+"""Values in a file, those of an alias counted each time that it stands there."""
+_MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +110,7 @@ def read_layers(
     """What is laid over the defaults of `root`, in that order. Raises ConfigError as `load_config` does for keys.
 
     `device_of` says which device a value of trainer.device stands for on this machine. Where it is given, and asked only where that
-    matters, a run whose size is not said is smaller on a CPU (first_run.py).
+    matters, a run whose size is not said is smaller on a CPU (presets.py).
     """
     from_file = read_yaml(config_file) if config_file else OmegaConf.create()
     user = [Layer(f"file {config_file}", from_file, tuple(_checked_keys(from_file, root)), by_user=True)] if config_file else []
@@ -106,11 +123,11 @@ def read_layers(
     if is_small and device_of(_compose(root, user).trainer.device) == "cpu":  # type: ignore[misc]
         is_ppo = root is PPOConfig
         values = first_run_on_cpu(algorithm) if is_ppo else first_stage_on_cpu(root.command, set_by_user)  # type: ignore[attr-defined]
-        presets.append(Layer(ORIGIN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
+        presets.append(Layer(FIRST_RUN, values, tuple(_leaf_keys(OmegaConf.create(values)))))
     composed = _compose(root, presets + user)
     for key in named:
         if is_of_another_engine(key, lambda name: str(OmegaConf.select(composed, name))):
-            section, engine = _ENGINE_KEY.fullmatch(key).groups()  # type: ignore[union-attr]
+            section, engine = ENGINE_KEY.fullmatch(key).groups()  # type: ignore[union-attr]
             strategies = "fsdp2 or fsdp" if engine == "fsdp_config" else engine
             raise ConfigError(
                 f"{key} is read with {section}.strategy={strategies} only, and it is {OmegaConf.select(composed, f'{section}.strategy')}; "
@@ -227,104 +244,6 @@ def _without_other_engines(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-_ENGINE_KEY = re.compile(rf"(.+)\.({'|'.join(SECTIONS)})\.\w+")
-
-
-def is_of_another_engine(key: str, strategy_of: Callable[[str], str]) -> bool:
-    """Return whether the key is read by an engine that the strategy beside it does not choose; `strategy_of` gives the value of its key."""
-    found = _ENGINE_KEY.fullmatch(key)
-    return found is not None and found[2] != section_of(strategy_of(f"{found[1]}.strategy"))
-
-
-_ALIKE = 0.6
-"""Similarity, 0 to 1, from which on another key may have been meant."""
-_NAME_ALIKE = 0.75
-"""The same for the last part of a key alone: short words are often alike by chance."""
-
-
-def check_key(key: str, root: type = PPOConfig) -> None:
-    """Raise ConfigError unless `key` is a value in the schema `root`; the message names the nearest valid key."""
-    section: Any = root
-    for part in key.split("."):
-        if typing.get_origin(section) is dict:
-            return  # free-form: the schema cannot know its keys
-        hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-        if part not in hints:
-            raise ConfigError(_unknown_key(key, root))
-        section = _section_type(hints[part])
-    if dataclasses.is_dataclass(section):
-        first = next(valid_keys(section, f"{key}."))
-        raise ConfigError(f"'{key}' is a section, not a value; set the keys in it, such as '{first}'")
-
-
-@cache
-def has_key(key: str) -> bool:
-    """Whether PPO's configuration has the key."""
-    try:
-        check_key(key)
-    except ConfigError:
-        return False
-    return True
-
-
-def valid_keys(section: Any = PPOConfig, prefix: str = "") -> Iterator[str]:
-    """Every leaf key, in the order of the dataclasses."""
-    hints = typing.get_type_hints(section)
-    for item in dataclasses.fields(section):
-        kind = _section_type(hints[item.name])
-        if dataclasses.is_dataclass(kind):
-            yield from valid_keys(kind, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}"
-
-
-def section_type(section: Any, name: str) -> Any:
-    """The type of the field `name` of a section's dataclass, without None where it may be that."""
-    return _section_type(typing.get_type_hints(section)[name])
-
-
-def _section_type(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return hint
-
-
-def _unknown_key(key: str, root: Any) -> str:
-    keys = list(valid_keys(root))
-    for name, removed in REMOVED_KEYS.items():
-        if f".{key}".endswith(f".{name}"):
-            return f"unknown key '{key}': {removed}"
-    more = "; verl's: lockstep verl-keys" if root is PPOConfig else ""
-    where = f"(all keys: {root.command} --help{more})"
-    if key in NOTHING_LIKE:
-        return f"unknown key '{key}': there is nothing like it here, since {NOTHING_LIKE[key]} {where}"
-    nearest = _nearest_key(key, keys)
-    if nearest is None:
-        return f"unknown key '{key}': there is nothing like it here {where}"
-    return f"unknown key '{key}'; the nearest valid key is '{nearest}' {where}"
-
-
-def _nearest_key(key: str, keys: Sequence[str]) -> str | None:
-    """The valid key that was probably meant, or None if no key is like it."""
-    ends = (key, *TRL_NAMES.get(key, "").split())
-    for end in ends:
-        same_end = [k for k in keys if f".{k}".endswith(f".{end}")]
-        if same_end:
-            return same_end[0]  # the policy's before the critic's
-    name = key.rpartition(".")[2]
-    same_name = [k for k in keys if k.rpartition(".")[2] == name]
-    whole = difflib.get_close_matches(key, keys, n=1, cutoff=_ALIKE) or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-    if whole:
-        return whole[0]
-    inside = [k for k in keys if key.startswith(f"{k}.")]
-    if inside:
-        return inside[0]
-    # A word without its sections, or below another section: names are compared alone.
-    near = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in keys], n=1, cutoff=_NAME_ALIKE)
-    found = [k for k in keys if near and k.rpartition(".")[2] == near[0]]
-    return max(found, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio()) if found else None
-
-
 def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     """The key and the value of an override; the keys that it sets, which are several for a dict, are added to `named`."""
     override = parse_override(text)
@@ -355,16 +274,6 @@ def _check_switch(key: str, value: Any, root: type) -> None:
     """Raise ConfigError for a number that would switch something on without a word: -1 stands for off in other keys."""
     if type(value) is int and value not in (0, 1) and type_of(key, root) is bool:
         raise ConfigError(f"{key}={value} is neither true nor false; set one of them")
-
-
-def type_of(key: str, root: type) -> Any:
-    """The type of a valid key; None inside a free-form dict."""
-    section: Any = root
-    for part in key.split("."):
-        if not dataclasses.is_dataclass(section):
-            return None
-        section = typing.get_type_hints(section)[part]
-    return section
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
@@ -443,24 +352,6 @@ def readable_errors() -> Iterator[None]:
         raise (cause or ConfigError(_one_line(error))) from error
 
 
-_EXPECTED = (
-    (r"Value '(.*)' of type '\w+' could not be converted to Integer", "must be a whole number, not"),
-    (r"Value '(.*)' of type '\w+' could not be converted to Float", "must be a number, not"),
-    (r"Value '(.*)' is not a valid bool.*", "must be true or false, not"),
-    (r"Value '(.*)' of type '\w+' is incompatible with type hint 'Union\[int, str\]'", "must be a whole number or auto, not"),
-    (
-        r"(?:field '.*' is not Optional|Incompatible value 'None' for field of type '.*')()",
-        "must have a value; leave it out and it has its default: it cannot be null",
-    ),
-    (
-        r"Value '?(.*?)'? \(\w+\) is incompatible with type hint 'typing\.Dict\[str, float\]'",
-        "must be a mapping of judges to weights, such as {rule: 1.0, model: 0.2}, not",
-    ),
-    (r"Invalid value assigned: .* is not a ListConfig, list or tuple\.?()", "must be a list such as [a,b]"),
-)
-"""What OmegaConf says of a value of another type, and what was expected instead."""
-
-
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
@@ -468,3 +359,56 @@ def _one_line(error: BaseException) -> str:
         if found := re.fullmatch(pattern, lines[0]):
             return f"{key} {expected} {found[1]}".rstrip()
     return f"{key}: {lines[0]}" if key else lines[0]
+
+
+def read_yaml(path: str | Path) -> DictConfig:
+    """Return the sections of a YAML file, with interpolations as they stand.
+
+    Raises ConfigError if it does not exist, is no YAML, holds no mapping, or is larger than any configuration: also by aliases,
+    which can make a short file endless.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"the config file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"the config file {path} is larger than {_MAX_BYTES:,} bytes, which no configuration is")
+    try:
+        text = data.decode()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        num_values = _size(root, {}, ())
+        if num_values > _MAX_NODES:
+            raise ConfigError(f"the config file {path} has {num_values:,} values with its aliases; at most {_MAX_NODES:,} are read")
+        if isinstance(root, yaml.ScalarNode):
+            raise ConfigError(f"the config file {path} must hold a mapping of sections, not one value")
+        node: Any = OmegaConf.load(io.StringIO(text))
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(f"the config file {path} is nested too deep") from error
+    except Exception as error:  # PyYAML's, OmegaConf's, and what Python says of a number or a date
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"the config file {path}{where} is not valid YAML: {problem}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"the config file {path} must hold a mapping of sections, not {type(node).__name__}")
+    return node
+
+
+def _size(node: yaml.Node | None, known: dict[int, int], above: tuple[int, ...]) -> int:
+    """Return the number of values in the node, with aliases written out. Raises ConfigError if it contains itself or is too deep."""
+    if node is None:
+        return 0
+    if id(node) in above:
+        raise yaml.YAMLError("an alias stands inside of what it repeats")
+    if len(above) > _MAX_DEPTH:
+        raise yaml.YAMLError(f"it is nested deeper than {_MAX_DEPTH} levels")
+    if id(node) not in known:
+        inside = (*above, id(node))
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_size(part, known, inside) for part in parts))
+    return known[id(node)]

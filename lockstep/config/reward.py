@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.auto import SCORED_TOKENS, auto_or, auto_or_at_least
-from lockstep.config.check import at_home, at_least, in_range
+from lockstep.config.check import SCORED_TOKENS, at_home, at_least, auto_or, auto_or_at_least, in_range
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.errors import ConfigError
 

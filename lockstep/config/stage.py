@@ -4,10 +4,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
-from lockstep.config.auto import auto_or_at_least
-from lockstep.config.check import all_or_at_least_one, at_home, at_least, file_names, one_of
+from lockstep.config.check import all_or_at_least_one, at_home, at_least, auto_or_at_least, file_names, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
-from lockstep.config.run_name import default_name
+from lockstep.config.identity import default_name
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.config.adapter import ADAPTER_WEIGHTS, read_adapter
-from lockstep.config.engine import ModelConfig
+from lockstep.config.engine import ADAPTER_WEIGHTS, ModelConfig, read_adapter
 from lockstep.errors import ConfigError, DataError, MissingExtra
 from lockstep.models.load import Head
 from lockstep.models.routers import FAMILIES

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, Parts, PolicyKeys
-from lockstep.config.auto import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
+from lockstep.config.check import AUTO, CACHE_SHARE, PASS_TOKENS, SEATS
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.reward import RewardModelConfig

@@ -25,7 +25,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import PPO_KEYS, ActorConfig, ActorRolloutRefConfig, Parts, PolicyKeys, RolloutConfig
-from lockstep.config.auto import AUTO, SCORED_TOKENS, TOKENS
+from lockstep.config.check import AUTO, SCORED_TOKENS, TOKENS
 from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, ModelConfig
 from lockstep.config.reward import RewardModelConfig

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import first_run
 from lockstep.config.load import Layer, of_layers, read_layers
-from lockstep.config.presets import ALGORITHMS
+from lockstep.config.presets import ALGORITHMS, FIRST_RUN
 from lockstep.config.reference import ROOTS
 from lockstep.errors import ConfigError
 
@@ -27,7 +26,7 @@ class Asked:
     @property
     def is_first_run(self) -> bool:
         """Whether it is small because there is no GPU here and no key says how large it is."""
-        return any(layer.origin == first_run.ORIGIN for layer in self.layers)
+        return any(layer.origin == FIRST_RUN for layer in self.layers)
 
 
 def read_asked(words: Sequence[str], config_file: str | Path | None, device_of: Callable[[str], str] | None = None) -> Asked:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from lockstep.config.engine import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lockstep.errors import ConfigError, DataError, ResourceError, as_command
 from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import ModelSource, find_model

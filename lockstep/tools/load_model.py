@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.lock import LOCK
-from lockstep.config.adapter import ADAPTER_CONFIG, read_adapter
-from lockstep.config.engine import DTYPES
+from lockstep.config.engine import ADAPTER_CONFIG, DTYPES, read_adapter
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observability.waiting import shown_work
 

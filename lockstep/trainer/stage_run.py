@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
 from lockstep.config.actor_rollout_ref import SamplingConfig
-from lockstep.config.auto import tokens_in_words
+from lockstep.config.check import tokens_in_words
 from lockstep.config.follow import for_rows
 from lockstep.config.load import fitted
 from lockstep.config.stage import STAGE_KEYS, StageConfig

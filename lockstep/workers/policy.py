@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig, choose_weight_sync
 from lockstep.config.engine import ModelConfig
-from lockstep.config.weight_sync import choose_weight_sync
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.utils.tokenizer import hf_tokenizer

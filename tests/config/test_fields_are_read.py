@@ -12,14 +12,13 @@ it uses, as soon as the property itself is read. A field belongs to the section 
 import ast
 import dataclasses
 import re
-import typing
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import lockstep
-from lockstep.config.load import _section_type
+from lockstep.config.keys import section_type
 from lockstep.config.ppo import PPOConfig
 
 PACKAGE = Path(lockstep.__file__).parent
@@ -35,8 +34,7 @@ NOTHING: Types = frozenset()
 
 def schema(section=PPOConfig):
     """Section name -> its fields, each with the name of its section where it is one."""
-    hints = typing.get_type_hints(section)
-    fields = {item.name: _section_type(hints[item.name]) for item in dataclasses.fields(section)}
+    fields = {item.name: section_type(section, item.name) for item in dataclasses.fields(section)}
     sections = [kind for kind in fields.values() if dataclasses.is_dataclass(kind)]
     found = {section.__name__: {name: kind.__name__ if kind in sections else None for name, kind in fields.items()}}
     for kind in (*sections, *(base for base in section.__bases__ if dataclasses.is_dataclass(base))):

@@ -3,28 +3,21 @@ import functools
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lockstep.config.dpo import DPOConfig
 from lockstep.config.engine import STRATEGIES, section_of
-from lockstep.config.load import (
-    as_config,
-    check_key,
-    load_config,
-    load_recipe,
-    read_keys,
-    read_overrides,
-    to_yaml,
-    valid_keys,
-    with_changes,
-)
+from lockstep.config.keys import NOTHING_LIKE, TRL_NAMES, check_key, valid_keys
+from lockstep.config.load import as_config, load_config, load_recipe, read_keys, read_overrides, read_yaml, to_yaml, with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.presets import EMBEDDED_PRESET
 from lockstep.config.reference import ROOTS
 from lockstep.config.sft import SFTConfig
-from lockstep.config.trl_names import NOTHING_LIKE, TRL_NAMES
 from lockstep.errors import ConfigError
 
 NAMED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -442,3 +435,43 @@ def test_a_file_may_have_the_sections_of_all_engines(tmp_path):
     assert load_config(config_file=write(tmp_path, whole)) == load_config(NAMED)
     other = load_config(NAMED, write(tmp_path, "critic: {megatron: {tensor_model_parallel_size: 2}}\n"))
     assert "megatron" in to_yaml(other)  # what is set is kept
+
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB, "a: &a [*a]\n", "a: &a\n  b: *a\n", "[" * 100_000, "a: " + "{a: " * 5_000, "- a\n", "words\n", "a: !!python/object:os.x {}\n",
+        "a: \xff\x00\n", "x" * 2_000_000, "a: " + "9" * 5_000, "a: 1\na: 2\n", "? [1, 2]\n: 3\n",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_configuration_is_an_error_at_once(text, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="a.yaml") as raised:
+        load_config(config_file=file)
+    assert time.process_time() - began < 5
+    assert "\n" not in str(raised.value)
+
+
+def test_an_alias_that_is_no_bomb_is_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: &a {b: 1, c: [2]}\nd:\n  <<: *a\n  b: 3\ne: *a\nf: ${d.b}\n")
+    found = OmegaConf.to_container(read_yaml(tmp_path / "a.yaml"))
+    assert found == {"a": {"b": 1, "c": [2]}, "d": {"b": 3, "c": [2]}, "e": {"b": 1, "c": [2]}, "f": "${d.b}"}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_characters="$")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), VALUES, max_size=4))
+def test_what_omegaconf_writes_is_read_back(tmp_path_factory, values):
+    file = tmp_path_factory.mktemp("yaml") / "a.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    assert OmegaConf.to_container(read_yaml(file)) == OmegaConf.to_container(OmegaConf.load(file))

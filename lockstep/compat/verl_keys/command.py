@@ -11,9 +11,10 @@ from typing import Any
 from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, summary, table
 from lockstep.compat.verl_keys.shell import started_commands
 from lockstep.config import PPOConfig, load_config
-from lockstep.config.load import has_key, leaves, plain, readable_errors
+from lockstep.config.keys import has_key
+from lockstep.config.load import leaves, plain, readable_errors
+from lockstep.config.load import read_yaml as read_file
 from lockstep.config.overrides import parse_override
-from lockstep.config.yaml_file import read_yaml as read_file
 from lockstep.errors import ConfigError, as_command
 
 _USAGE = "usage: lockstep verl-keys SCRIPT.sh|CONFIG.yaml [key=value ...]"

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lockstep.compat.verl_keys.table import DEFAULTS, IGNORED, REFUSED, RENAMED, UNSET, VALUES, Refusal
-from lockstep.config.load import has_key
+from lockstep.config.keys import has_key
 from lockstep.config.overrides import override_text
 from lockstep.observability.trackers import KNOWN_TRACKERS
 

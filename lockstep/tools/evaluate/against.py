@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.secrets import redacted
+from lockstep.config.identity import redacted
 from lockstep.errors import ConfigError, DataError
 from lockstep.rewards.judges import MODEL
 from lockstep.rewards.manager import RewardManager

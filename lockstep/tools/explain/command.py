@@ -5,10 +5,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.config.arithmetic import describe
-from lockstep.config.auto import tokens_in_words
+from lockstep.config.check import tokens_in_words
 from lockstep.config.data import EMBEDDED
-from lockstep.config.ppo import PPOConfig
+from lockstep.config.ppo import PPOConfig, describe
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, LockstepError, as_command

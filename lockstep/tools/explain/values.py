@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.config.load import is_of_another_engine, valid_keys
+from lockstep.config.identity import redacted
+from lockstep.config.keys import is_of_another_engine, valid_keys
 from lockstep.config.reference import keys
-from lockstep.config.secrets import redacted
 from lockstep.tools.asked import Asked
 
 DEFAULT = "default"

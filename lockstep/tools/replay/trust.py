@@ -10,7 +10,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lockstep.config.load import check_key, type_of, valid_keys
+from lockstep.config.keys import check_key, type_of, valid_keys
 from lockstep.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep.config.load import read_yaml
 from lockstep.config.reference import ROOTS, keys
-from lockstep.config.yaml_file import read_yaml
 from lockstep.errors import ConfigError, DataError
 from lockstep.observability.statistics import wilson_interval
 from lockstep.tools.report.run_files import JsonLines, SampleBatch, find_files, num_bytes, read_batch

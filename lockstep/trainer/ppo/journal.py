@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lockstep.config.identity import kept_values
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.resume import kept_values
 from lockstep.config.sampling import SamplingParams
 from lockstep.observability import metrics as kinds
 from lockstep.observability.metrics import Metric

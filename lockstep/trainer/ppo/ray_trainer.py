@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.algorithms.kl import make_kl_controller
-from lockstep.config.arithmetic import describe
 from lockstep.config.follow import for_rows
 from lockstep.config.load import as_config, fitted
-from lockstep.config.ppo import PPOConfig
+from lockstep.config.ppo import PPOConfig, describe
 from lockstep.data.row_files import describe_data, warn_of_other_data
 from lockstep.data.schedule import PromptSchedule
 from lockstep.models.hf_config import stop_token_ids

@@ -17,9 +17,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import RolloutConfig, choose_weight_sync
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.weight_sync import choose_weight_sync
 from lockstep.errors import WeightSyncError, WorkerError
 from lockstep.models.weight_files import count_parameters
 from lockstep.planner import Load

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import MANIFEST, entry_of
-from lockstep.config.secrets import redacted
+from lockstep.config.identity import redacted
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.errors import ConfigError, DataError
 

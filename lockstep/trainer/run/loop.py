@@ -28,9 +28,8 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.best import check_best
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.saver import Saver, is_write_failure
+from lockstep.config.identity import kept_values, redacted
 from lockstep.config.load import to_yaml
-from lockstep.config.resume import kept_values
-from lockstep.config.secrets import redacted
 from lockstep.config.trainer import RunConfig, spread_rows
 from lockstep.data.schedule import PromptSchedule, batch_at
 from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerTimeout, is_nonfinite, is_out_of_memory

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.checkpoint.lock import check_folder
-from lockstep.config import first_run, follow
+from lockstep.config import follow
 from lockstep.config.load import of_layers, read_layers
+from lockstep.config.presets import FIRST_RUN, first_run_in_words, first_stage_in_words
 from lockstep.config.stage import StageConfig
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
@@ -42,7 +43,7 @@ def run_program(
 ) -> int:
     """`run` what the command line describes; returns the exit status.
 
-    `--config FILE` reads a YAML file. `--help` lists the keys in groups, `--help WORD` explains a group or searches (config/help.py).
+    `--config FILE` reads a YAML file. `--help` lists the keys in groups, `--help WORD` explains a group or searches (config/reference.py).
     """
     # Read when torch loads its OpenMP library. Threads that spin while they wait make a small model many times slower on busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -50,7 +51,7 @@ def run_program(
     try:
         asked = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
         if asked is not None:
-            from lockstep.config.help import command_help
+            from lockstep.config.reference import command_help
 
             print(command_help(root, [word for word in arguments[asked + 1 :] if "=" not in word], algorithm))
             return 0
@@ -97,10 +98,10 @@ def read_run(
     config = of_layers(root, layers)
     check(config)
     for layer in layers:
-        if layer.origin == first_run.ORIGIN:
+        if layer.origin == FIRST_RUN:
             leave_terminal()  # keys that are to be copied are not wrapped
             is_stage = issubclass(root, StageConfig)
-            say(first_run.stage_in_words(dict(layer.values)) if is_stage else first_run.in_words(algorithm), flush=True)
+            say(first_stage_in_words(dict(layer.values)) if is_stage else first_run_in_words(algorithm), flush=True)
         elif layer.origin == follow.ORIGIN:
             say(follow.in_words(dict(layer.values)), flush=True)
     return config

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import check_manifest
-from lockstep.config.resume import check_resumable, kept_values
+from lockstep.config.identity import check_resumable, kept_values
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, DataError
 

@@ -10,7 +10,8 @@ from lockstep.compat.verl_keys.keys import judge, judge_all, overrides
 from lockstep.compat.verl_keys.table import DEFAULTS, IGNORED, REFUSED, RENAMED, VALUES
 from lockstep.config.actor_rollout_ref import ROLLOUTS
 from lockstep.config.engine import SCHEDULES, STRATEGIES
-from lockstep.config.load import check_key, load_config, valid_keys
+from lockstep.config.keys import check_key, valid_keys
+from lockstep.config.load import load_config
 from lockstep.observability.trackers import KNOWN_TRACKERS
 from lockstep.trainer.main_ppo import main
 

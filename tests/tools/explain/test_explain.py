@@ -3,7 +3,7 @@ import re
 import pytest
 from helpers.tiny import tiny_config
 
-from lockstep.config.load import valid_keys
+from lockstep.config.keys import valid_keys
 from lockstep.config.reference import ROOTS
 from lockstep.tools.asked import read_asked
 from lockstep.tools.explain.command import main

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.load import type_of, valid_keys
+from lockstep.config.keys import type_of, valid_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reference import ROOTS
 from lockstep.config.sft import SFTConfig

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lockstep.config.adapter import ADAPTER_WEIGHTS
+from lockstep.config.engine import ADAPTER_WEIGHTS
 from lockstep.errors import DataError
 from lockstep.models.lora import ADAPTER, Lora, adapter_name, base_name
 from lockstep.models.weight_files import WeightFiles, write_weights

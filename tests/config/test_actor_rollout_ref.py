@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.config.weight_sync import choose_weight_sync
+from lockstep.config.actor_rollout_ref import choose_weight_sync
 from lockstep.errors import ConfigError
 
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from lockstep.config import load_config
-from lockstep.config.adapter import read_adapter
 from lockstep.config.dpo import DPOConfig
-from lockstep.config.engine import ModelConfig
+from lockstep.config.engine import ModelConfig, read_adapter
 from lockstep.config.load import load_recipe
 from lockstep.errors import ConfigError
 
