@@ -15,7 +15,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "prepare": {
         "doctor": ("lockstep.tools.doctor.command", "check the installation and the machine, with a self-test of ten seconds"),
-        "preprocess": ("lockstep.data.preprocess.main", "make parquet files from public datasets: mathematics, preferences, conversations"),
+        "preprocess": (
+            "lockstep.data.preprocess.main",
+            "make parquet files from public datasets: mathematics, preferences, conversations",
+        ),
         "data": ("lockstep.tools.data_show", "`data show FILE`: show what each row became, with the trained tokens marked"),
         "rewards": ("lockstep.tools.reward_check.command", "`rewards check`: try the configured reward before you train on it"),
         "explain": ("lockstep.tools.explain.command", "describe a run: its values, its steps, its validations, where models live"),

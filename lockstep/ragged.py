@@ -97,7 +97,8 @@ def padding_mask(lengths: Tensor, width: int, side: str) -> Tensor:
     """bool [rows, width]: where a column of these lengths has its values when it is padded on that side."""
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', not {side!r}")
-    positions, lengths = torch.arange(width), lengths.cpu()
+    positions = torch.arange(width)
+    lengths = lengths.cpu()
     return positions < lengths[:, None] if side == "right" else positions >= width - lengths[:, None]
 
 

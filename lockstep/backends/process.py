@@ -177,7 +177,8 @@ class EngineProcess:
     def _begin(self, method: str, args: Sequence[Any]) -> None:
         assert not self._is_streaming, "one stream at a time: close the other one first"
         self._leave()
-        self._number, self._is_open = self._number + 1, True
+        self._number = self._number + 1
+        self._is_open = True
         self._send(_Call(self._number, method, tuple(args)))
         self._is_streaming = True
 
@@ -235,9 +236,11 @@ class Exchange:
     """A call of a method that goes on until `close`: messages to it, values from it. Not for several threads at once."""
 
     def __init__(self, process: EngineProcess, method: str, *args: Any) -> None:
-        self._process, self._what = process, f"{method}()"
+        self._process = process
+        self._what = f"{method}()"
         process._begin(method, args)
-        self._heard, self._is_over = time.monotonic(), False
+        self._heard = time.monotonic()
+        self._is_over = False
 
     def send(self, message: Any) -> None:
         """The generator gets it where it yields next. Raises WorkerDied."""
@@ -246,7 +249,8 @@ class Exchange:
 
     def receive(self, timeout_s: float | None) -> Any:
         """What it yields next, or None after `timeout_s`. Called while it has something to do. Raises as `EngineProcess.stream` does."""
-        process, deadline = self._process, None if timeout_s is None else time.monotonic() + timeout_s
+        process = self._process
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             silent = self._heard + process._silence_s
             wait = max(0.0, min(silent, deadline or silent) - time.monotonic())

@@ -14,7 +14,8 @@ def check_best(
 
     In a later step it is told instead, where that is validated: an error would take the work with it.
     """
-    best, first = section.best_metric, 1 + getattr(section, "critic_warmup", 0)  # until then the actor has no metrics
+    best = section.best_metric
+    first = 1 + getattr(section, "critic_warmup", 0)  # until then the actor has no metrics
     whole = "val-aux/share_of_rows" not in before  # a part of the rows need not have every data source
     known = {**before, **metrics} if step == first and whole else metrics
     is_validated = any(name.startswith("val") for name in known)

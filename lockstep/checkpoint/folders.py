@@ -169,7 +169,8 @@ def remove_leftovers(run_dir: Path) -> None:
 def repair_tracker(run_dir: Path) -> None:
     """Let the tracker name the newest checkpoint: a run that was killed between two renames left it behind. Only for who has the folder's
     lock."""
-    last, tracker = newest(run_dir), run_dir / TRACKER
+    last = newest(run_dir)
+    tracker = run_dir / TRACKER
     if last is None or (tracker.is_file() and tracker.read_text() == last.name.removeprefix(_PREFIX)):
         return
     _write_tracker(last)

@@ -31,13 +31,19 @@ class Saver:
     def __init__(
         self, run_dir: Path, *, keep: int | None, metric: str | None, lowest: bool, stops: bool, say: Callable[[str], None]
     ) -> None:
-        self._run_dir, self._keep, self._metric, self._lowest, self._stops = run_dir, keep, metric, lowest, stops
+        self._run_dir = run_dir
+        self._keep = keep
+        self._metric = metric
+        self._lowest = lowest
+        self._stops = stops
         self._say = say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._unpruned: list[str] = []
         """What is to be said of checkpoints that should not be there any more."""
-        self._cancelled, self._reason, self._step = threading.Event(), "", 0
+        self._cancelled = threading.Event()
+        self._reason = ""
+        self._step = 0
         self.failed: int | None = None
         """The step of the last save, where it failed."""
 
@@ -45,7 +51,8 @@ class Saver:
         """A folder to write the checkpoint of a step into. Waits for the one before."""
         self.wait()
         self._cancelled.clear()
-        self._step, self.failed = step, None
+        self._step = step
+        self.failed = None
         return folders.make_draft(self._run_dir, step)
 
     def publish(self, draft: Path, reports: Sequence[Path], durable: Sequence[Path], *, waits: bool = False) -> None:
@@ -79,10 +86,12 @@ class Saver:
         """Raise, or say, what went wrong with the last save, if it did."""
         if self._thread is not None and self._thread.is_alive():
             return
-        texts, self._unpruned = self._unpruned, []
+        texts = self._unpruned
+        self._unpruned = []
         for text in texts:
             self._say(f"warning: {text}")
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is None:
             return
         self.failed = self._step
@@ -109,7 +118,8 @@ class Saver:
     def close(self) -> None:
         """Give up on a save that still waits for others, without a word. The next save begins afresh."""
         self.cancel("the run ended before it was written")
-        self._error, self._unpruned = None, []
+        self._error = None
+        self._unpruned = []
 
     def prune(self) -> None:
         """Delete the checkpoints that are not to be kept. One whose state cannot be read may be the best, and stays. What could not be

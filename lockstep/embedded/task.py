@@ -28,9 +28,14 @@ from lockstep.utils.quiet import quiet_transformers
 
 DATA_SOURCE = "lockstep/reverse"
 LETTERS = "abcdefghij"
-_PAD, _EOS, _USER, _ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
-_SHORTEST, _LONGEST = 3, 6
-_NUM_TRAIN, _NUM_VAL = 2048, 256
+_PAD = "<pad>"
+_EOS = "<eos>"
+_USER = "<user>"
+_ASSISTANT = "<assistant>"
+_SHORTEST = 3
+_LONGEST = 6
+_NUM_TRAIN = 2048
+_NUM_VAL = 256
 _BATCH = 64
 _MAX_WARMUP_STEPS = 2000
 _CHECK_EVERY = 10
@@ -181,7 +186,9 @@ class _WarmUp(Run):
         self.tokenizer = make_tokenizer()
         self.model = LlamaForCausalLM(model_config(self.tokenizer))
         self.accuracy = 0.0
-        self._words, self._target_accuracy, self._rng = train, target_accuracy, rng
+        self._words = train
+        self._target_accuracy = target_accuracy
+        self._rng = rng
         self._val = _examples(self.tokenizer, val, [word[::-1] for word in val])
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 

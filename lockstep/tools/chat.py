@@ -44,7 +44,9 @@ class Chat:
     """One conversation after the other."""
 
     def __init__(self, loaded: LoadedModel, stream: Stream, system: str | None = None) -> None:
-        self._tokenizer, self._stream, self._system = loaded.tokenizer, stream, system
+        self._tokenizer = loaded.tokenizer
+        self._stream = stream
+        self._system = system
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []
         """What was said, without the system's message."""

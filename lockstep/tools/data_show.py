@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _NUM_SUMMED = 1000
 """Rows, spread over the files, that the summary is made of."""
-_GREEN, _PLAIN = "\033[32m", "\033[0m"
+_GREEN = "\033[32m"
+_PLAIN = "\033[0m"
 
 
 @as_command
@@ -74,7 +75,8 @@ def _shown(place: str, read: ReadRow, tokenizer: Any) -> str:
 
 
 def _counts(rows: Sequence[TokenRow]) -> str:
-    num_tokens, num_trained = sum(map(len, rows)), sum(int(row.trained[1:].sum()) for row in rows)
+    num_tokens = sum(map(len, rows))
+    num_trained = sum(int(row.trained[1:].sum()) for row in rows)
     return f"{num_tokens} tokens, {num_trained} trained ({num_trained / num_tokens:.0%})"
 
 

@@ -114,7 +114,8 @@ def _write(parts: Parts, out: Path, dtype: str) -> str:
 
     from lockstep.models.weight_files import WeightFiles
 
-    folder, number = parts.folder, getattr(torch, dtype)
+    folder = parts.folder
+    number = getattr(torch, dtype)
     if parts.adapter is not None and not parts.merge:
         _write_adapter(parts.adapter, out, number)
         _copy_files(folder, out, lambda name: name.startswith(_TOKENIZER))

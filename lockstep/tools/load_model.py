@@ -140,7 +140,8 @@ def find_model(path: str, adapter: str | None = None) -> ModelSource:
     Raises DataError for a run without a checkpoint and a checkpoint without a policy, ConfigError for an adapter that cannot be merged.
     Nothing is loaded; that a model is there is for `load` to say.
     """
-    folder, step = Path(path).expanduser(), None
+    folder = Path(path).expanduser()
+    step = None
     if any((folder / name).is_file() for name in (folders.TRACKER, LOCK)) or folders.found(folder):
         newest = folders.newest(folder)
         if newest is None:

@@ -20,7 +20,8 @@ def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: st
     if not _installed(PACKAGE):
         raise ConfigError(f"{key}: strategy=megatron needs the package megatron-core, which is not installed: {INSTALL}")
     _check_model(hf_config)
-    tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+    tp = section.tensor_model_parallel_size
+    pp = section.pipeline_model_parallel_size
     if world_size % (tp * pp):
         raise ConfigError(
             f"{key}: {world_size} ranks do not divide into copies of the model on tensor_model_parallel_size={tp} x "

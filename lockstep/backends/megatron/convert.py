@@ -82,7 +82,8 @@ class GateUp(Piece):
     """Rows of several matrices, each divided; a rank has, in each of its groups, its part of the first above its part of the next."""
 
     def take(self, read: Read, rank: int, size: int) -> Tensor:
-        groups, own = self._groups(size) // size, []
+        groups = self._groups(size) // size
+        own = []
         for name, rows in zip(self.names, self.rows, strict=True):
             count = rows // size
             own.append(read(name, rank * count, (rank + 1) * count).unflatten(0, (groups, -1)))
@@ -143,7 +144,8 @@ def place_parameters(shapes: Shapes, layers: int, head_size: int, stages: int) -
 
     A language model without lm_head.weight is one whose output layer is tied to the embedding.
     """
-    last, embedding = stages - 1, "model.embed_tokens"
+    last = stages - 1
+    embedding = "model.embed_tokens"
     placed: list[Placed] = []
 
     def place(stage: int, parameter: str, kind: type[Piece], *names: str, is_copy: bool = False) -> None:

@@ -47,11 +47,14 @@ class MegatronEngine(TrainEngine):
 
     def __init__(self, config: MegatronConfig, spec: EngineSpec) -> None:
         module, source = spec.load()
-        head, optim, device = spec.head, spec.optim, spec.device
+        head = spec.head
+        optim = spec.optim
+        device = spec.device
         super().__init__(spec, module, config.dtype)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # megatron-core makes its buffers on the current device
-        hf_config, shapes = self.folder.hf_config, self.folder.shapes
+        hf_config = self.folder.hf_config
+        shapes = self.folder.shapes
         self._layout = layout = join_layout(config, spec.seed)
         self.model_group = layout.model if layout.model.size() > 1 else None
         self.gradient_ranks = layout.data.size()

@@ -45,7 +45,8 @@ class Stage(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = layout.is_first_stage, layout.is_last_stage
+        self.pre_process = layout.is_first_stage
+        self.post_process = layout.is_last_stage
         self.share_embeddings_and_output_weights = tied
         self._tokens_multiple = layout.tensor.size() if config.sequence_parallel else 1
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)

@@ -30,7 +30,8 @@ class AdamW:
     def __init__(
         self, model: DistributedDataParallel, config: OptimConfig, dtype: torch.dtype, distributed: bool, data: dist.ProcessGroup
     ) -> None:
-        self._weight_decay, self._max_norm = config.weight_decay, config.clip_grad or math.inf
+        self._weight_decay = config.weight_decay
+        self._max_norm = config.clip_grad or math.inf
         with quiet():
             self._optimizer = get_megatron_optimizer(
                 OptimizerConfig(

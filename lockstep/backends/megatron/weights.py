@@ -19,7 +19,10 @@ class MegatronWeights:
     def __init__(
         self, stage: nn.Module, placed: Sequence[Placed], shapes: Shapes, layout: MegatronLayout, device: torch.device
     ) -> None:
-        self._placed, self._shapes, self._layout, self._device = placed, shapes, layout, device
+        self._placed = placed
+        self._shapes = shapes
+        self._layout = layout
+        self._device = device
         own = dict(stage.named_parameters())
         self._parameters = {entry: own.pop(entry.parameter) for entry in placed if entry.stage == layout.pipeline.rank()}
         assert not own, f"parameters that nothing fills: {sorted(own)}"

@@ -39,7 +39,8 @@ class SGLangRollout(ProcessRollout):
 
     def _start(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
         config = self.config
-        self._can_sleep, self._is_asleep = device.type == "cuda", False
+        self._can_sleep = device.type == "cuda"
+        self._is_asleep = False
         arguments = [
             "--model-path", self.folder, "--device", device.type, "--dtype", dtype,
             "--skip-tokenizer-init", "--log-level", "warning", "--random-seed", "0",
@@ -114,7 +115,8 @@ class SGLangStream(Stream):
 
     def __init__(self, engine: SGLangRollout, sampling: SamplingParams) -> None:
         super().__init__(engine, sampling)
-        self._sglang, self._asked = engine, dict[Future[Any], Job]()
+        self._sglang = engine
+        self._asked = dict[Future[Any], Job]()
         self._pool = ThreadPoolExecutor(engine.seats, "sglang")
 
     def _fault(self, job: Job) -> str | None:

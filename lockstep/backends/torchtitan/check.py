@@ -16,8 +16,10 @@ def check(choice: EngineChoice, hf_config: Any, world_size: int, device_type: st
     section = choice.torchtitan
     if find_spec("torchtitan") is None:
         raise ConfigError(f"{key} needs the package torchtitan, which is not installed: pip install 'lockstep-rl[torchtitan]'")
-    tensor, pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
-    tensor_key, pipeline_key = f"{key}.tensor_parallel_size={tensor}", f"{key}.pipeline_parallel_size={pipeline}"
+    tensor = section.tensor_parallel_size
+    pipeline = section.pipeline_parallel_size
+    tensor_key = f"{key}.tensor_parallel_size={tensor}"
+    pipeline_key = f"{key}.pipeline_parallel_size={pipeline}"
     if world_size % (tensor * pipeline):
         raise ConfigError(
             f"{tensor_key} x {pipeline_key} = {tensor * pipeline} must divide the {world_size} ranks: that many compute one copy "

@@ -24,7 +24,8 @@ def prepare_import(device: torch.device) -> None:
     # its other modules copy the answer when they are imported.
     from torchtitan.tools import utils
 
-    utils.device_type, utils.device_module = device.type, getattr(torch, device.type)
+    utils.device_type = device.type
+    utils.device_module = getattr(torch, device.type)
 
 
 def _leave_out_async_experts() -> None:

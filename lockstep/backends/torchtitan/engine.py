@@ -39,10 +39,13 @@ class TorchtitanEngine(TrainEngine):
 
     def __init__(self, config: TorchtitanConfig, spec: EngineSpec) -> None:
         model, source = spec.load()
-        head, optim, device = spec.head, spec.optim, spec.device
+        head = spec.head
+        optim = spec.optim
+        device = spec.device
         super().__init__(spec, model, config.dtype)
         self._layout = make_layout(config.tensor_parallel_size, config.pipeline_parallel_size)
-        self.model_group, self.reports = self._layout.model_group, self._layout.reports
+        self.model_group = self._layout.model_group
+        self.reports = self._layout.reports
         tied = head is Head.LANGUAGE_MODEL and bool(model.config.tie_word_embeddings)
         # In a pipeline the first and the last stage have a copy each of a tied embedding; see _sum_tied.
         self._has_copies = tied and self._layout.stages is not None

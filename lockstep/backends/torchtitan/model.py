@@ -97,7 +97,8 @@ class ValueHead(Linear):
 
     def forward(self, input: Tensor, question: Question | None = None) -> Tensor:
         assert question is not None
-        hidden, bias = local_part(input)[0, question.at].float(), None if self.bias is None else local_part(self.bias).float()
+        hidden = local_part(input)[0, question.at].float()
+        bias = None if self.bias is None else local_part(self.bias).float()
         # A sum over one number: FSDP2 warns about outputs that are views.
         return F.linear(hidden, local_part(self.weight).float(), bias).sum(-1)
 
@@ -160,7 +161,8 @@ def decoder_config(model: PreTrainedModel, tied: bool) -> PackedDecoder.Config:
     set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
     if score is not None:
         # A single row cannot be divided: every rank of a tensor-parallel group has it.
-        whole, hidden = dense_param_placement(tp=spmd.R), {"input": dense_activation_placement(tp=spmd.R)}
+        whole = dense_param_placement(tp=spmd.R)
+        hidden = {"input": dense_activation_placement(tp=spmd.R)}
         config.lm_head.sharding_config = ShardingConfig(
             state_shardings={"weight": whole, "bias": whole}, in_src_shardings=hidden, in_dst_shardings=hidden
         )
@@ -169,7 +171,8 @@ def decoder_config(model: PreTrainedModel, tied: bool) -> PackedDecoder.Config:
 
 def _layer(hf: Any, layer: Any) -> Qwen3TransformerBlock.Config:
     """The config of one layer; what the families differ in is read off the Hugging Face layer."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(hf.hidden_size, hf.rms_norm_eps),
         ffn_norm=_norm(hf.hidden_size, hf.rms_norm_eps),

@@ -58,7 +58,8 @@ class TitanLayout:
 
 def make_layout(tensor: int, pipeline: int) -> TitanLayout:
     """Put the ranks on a grid [pipeline, data, tensor]. Every rank has to call it."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     data = world // (tensor * pipeline)
     set_spmd_backend(_BACKEND)
     dims = ParallelDims(dp_replicate=1, dp_shard=data, cp=1, tp=tensor, pp=pipeline, ep=1, world_size=world, spmd_backend=_BACKEND)
@@ -120,7 +121,8 @@ def compile_layers(model: PackedDecoder, backend: str = "inductor") -> None:
 
 def _keep_stage(model: PackedDecoder, layout: TitanLayout) -> None:
     """Leave the layers of this rank's stage; the embedding is in the first, norm and output layer are in the last."""
-    layers, stages = len(model.layers), layout.dims.pp
+    layers = len(model.layers)
+    stages = layout.dims.pp
     own = range(layers * layout.stage // stages, layers * (layout.stage + 1) // stages)
     for name in list(model.layers):
         if int(name) not in own:

@@ -39,7 +39,12 @@ class Pipeline:
         device: torch.device,
         mesh: DeviceMesh | None,
     ) -> None:
-        self._module, self._group, self._width, self._dtype, self._device, self._mesh = module, group, width, dtype, device, mesh
+        self._module = module
+        self._group = group
+        self._width = width
+        self._dtype = dtype
+        self._device = device
+        self._mesh = mesh
         self._stage, self._stages = (group.rank(), group.size()) if group else (0, 1)
         self._before = self._stage - 1 if self._stage else None
         self._after = self._stage + 1 if self._stage + 1 < self._stages else None

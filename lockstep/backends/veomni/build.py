@@ -58,7 +58,8 @@ def lay_out(section: VeOmniConfig, device: torch.device) -> None:
             f"strategy=veomni computes on {get_device_type()} here, and {device.type} was asked for; set strategy=fsdp2"
         )
     world = dist.get_world_size()
-    copy_size, sequence = copy_ranks(section, world), section.ulysses_parallel_size
+    copy_size = copy_ranks(section, world)
+    sequence = section.ulysses_parallel_size
     layout = {
         "dp_size": world // sequence,
         "dp_replicate_size": world // copy_size,

@@ -55,7 +55,9 @@ class VLLMChild:
     ) -> None:
         import vllm
 
-        self._vllm, self._model, self._context = vllm, model, context
+        self._vllm = vllm
+        self._model = model
+        self._context = context
         self._device = torch.device("cpu" if cache_bytes is not None else "cuda")
         self._is_asleep = False
         self._tokenizer: Any = None
@@ -124,7 +126,8 @@ class VLLMChild:
         if own is None:
             return
         (response,) = output.outputs
-        new, top = list(response.token_ids), own.request.top_log_probs
+        new = list(response.token_ids)
+        top = own.request.top_log_probs
         own.ids += new
         end = own.limits.end(own.ids, len(own.ids) - len(new))
         steps = [] if response.logprobs is None else list(response.logprobs)

@@ -23,7 +23,8 @@ class VLLMStream(Stream):
 
     def __init__(self, engine: ProcessRollout, sampling: SamplingParams, process: EngineProcess, watches: bool) -> None:
         super().__init__(engine, sampling)
-        self._vllm, self._exchange = engine, Exchange(process, "generate", watches)
+        self._vllm = engine
+        self._exchange = Exchange(process, "generate", watches)
         self._had: dict[int, Piece] = {}
         """What has come of the jobs in flight."""
 
@@ -47,12 +48,14 @@ class VLLMStream(Stream):
         return None
 
     def _answers_of(self, piece: Piece) -> list[Completion | Tokens]:
-        job, had = self._jobs[piece.index], self._had[piece.index]
+        job = self._jobs[piece.index]
+        had = self._had[piece.index]
         answers: list[Completion | Tokens] = []
         had.ids += piece.ids
         had.log_probs += piece.log_probs
         had.tops += piece.tops
-        had.prompt, had.prompt_tops = piece.prompt or had.prompt, piece.prompt_tops or had.prompt_tops
+        had.prompt = piece.prompt or had.prompt
+        had.prompt_tops = piece.prompt_tops or had.prompt_tops
         gives = self._vllm.gives_log_probs(job.params)
         wants_top = gives and job.request.top_log_probs > 0
         if job.request.streams and piece.ids:
@@ -69,7 +72,8 @@ class VLLMStream(Stream):
         """With the log-probs of the prompt, which vLLM gives at temperature 1 only: missing (NaN) at any other."""
         if not job.request.prompt_log_probs or completion.finish_reason == "error":
             return completion
-        length, missing = len(job.request.prompt_ids), had.prompt is None or job.params.temperature not in (0.0, 1.0)
+        length = len(job.request.prompt_ids)
+        missing = had.prompt is None or job.params.temperature not in (0.0, 1.0)
         values = torch.full((length,), torch.nan) if missing else torch.tensor(had.prompt)[-length:]
         tops = None if missing or not job.request.top_log_probs else had.prompt_tops[-length:]
         return replace(completion, prompt_log_probs=values, prompt_top_log_probs=tops)

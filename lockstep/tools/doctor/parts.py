@@ -96,7 +96,8 @@ def _outside() -> Iterator[Part]:
 
 def machine() -> list[str]:
     """What the machine has, without its GPUs."""
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
+    memory = psutil.virtual_memory()
+    disk = shutil.disk_usage(".")
     gib = 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [

@@ -34,7 +34,8 @@ def main() -> None:
         _say("generation and training", False, f"{type(error).__name__}: {error}")
         return
     seconds = time.perf_counter() - started
-    difference, norm = metrics["training/rollout_log_probs_diff_max"], metrics["actor/grad_norm"]
+    difference = metrics["training/rollout_log_probs_diff_max"]
+    norm = metrics["actor/grad_norm"]
     said = f"{metrics['response_length/mean']:.1f} tokens in the mean; sampler and trainer differ by at most {difference:.1e} in a log-prob"
     _say("generation", difference < DIFFERENCE[device], said)
     _say(

@@ -53,7 +53,8 @@ def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
     from lockstep.data.schedule import PromptSchedule
     from lockstep.tools.explain.ppo import episodes, places, stages, validation
 
-    config, total = asked.config, asked.config.trainer.total_training_steps
+    config = asked.config
+    total = asked.config.trainer.total_training_steps
     rows = _rows(config.data, config.data.train_files, config.data.train_max_samples)
     if isinstance(rows, int):
         PromptSchedule(
@@ -141,7 +142,9 @@ def _gpu_here() -> str | None:
 def _stage_words(config: Any, device: str) -> str:
     from lockstep.tools.explain.ppo import due_steps
 
-    batch, engine, section = config.data.train_batch_size, config.engine, config.trainer
+    batch = config.data.train_batch_size
+    engine = config.engine
+    section = config.trainer
     cut = (
         f"{engine.micro_batch_size_per_gpu} rows"
         if engine.micro_batch_size_per_gpu

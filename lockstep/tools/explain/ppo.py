@@ -17,7 +17,9 @@ _WHY = {
 
 def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
     """(stage, what it does) of a step, in their order; what is left out says why."""
-    policy, algorithm, batch = config.actor_rollout_ref, config.algorithm, config.data.train_batch_size
+    policy = config.actor_rollout_ref
+    algorithm = config.algorithm
+    batch = config.data.train_batch_size
     again = "; again until the batch is full of groups with a signal" if algorithm.filter_groups.enable else ""
     how = f"with {policy.rollout.name}, temperature {policy.rollout.temperature:g}"
     what = "episodes" if config.agent.is_on else "responses"
@@ -25,7 +27,8 @@ def stages(config: PPOConfig, device: str) -> Iterator[tuple[str, str]]:
     yield "reward", _judge(config)
     if algorithm.adv_estimator == "remax":
         yield "gen_max", f"a greedy response to each of the {batch} prompts, whose score is the baseline"
-    drift, actor = Drift(config, lambda text: None), policy.actor
+    drift = Drift(config, lambda text: None)
+    actor = policy.actor
     exact = device == "cpu" or actor.engine.dtype == "float32"
     updates = batch // config.actor_mini_batch_prompts * actor.ppo_epochs
     drift.largest = 0.0 if exact and policy.rollout.has_log_probs else None
@@ -81,7 +84,8 @@ def validation(config: PPOConfig, num_rows: int | None, total: int | None) -> st
     """When validations are made, of how many rows, and how answers are drawn."""
     if not config.data.val_files:
         return "none: data.val_files is not set"
-    kwargs, trainer = config.actor_rollout_ref.rollout.val_kwargs, config.trainer
+    kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    trainer = config.trainer
     rows = "all rows" if num_rows is None else f"{num_rows} rows"
     each = f"{kwargs.n} answers each" if kwargs.n > 1 else "1 answer each"
     drawn = f"{each} at temperature {kwargs.temperature:g}" + (" (greedy)" if not kwargs.temperature else "")
@@ -139,7 +143,8 @@ def _reference(config: PPOConfig) -> str:
 
 def places(config: PPOConfig) -> Iterator[tuple[str, str]]:
     """(pool, which models its processes hold)."""
-    policy, trainer = config.actor_rollout_ref, config.trainer
+    policy = config.actor_rollout_ref
+    trainer = config.trainer
     models = [f"actor {policy.model.path} ({policy.actor.strategy}; its weights are the sampler's too)"]
     if policy.rollout.name in ("vllm", "sglang"):
         models = [f"actor {policy.model.path} ({policy.actor.strategy})", f"a copy of it in {policy.rollout.name}"]

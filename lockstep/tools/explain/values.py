@@ -27,7 +27,8 @@ def origins(asked: Asked) -> dict[str, str]:
 
 def values(asked: Asked) -> Iterator[tuple[str, Any, str]]:
     """Key, value without what is secret, origin."""
-    places, defaults = origins(asked), {key: default for key, default, _ in keys(asked.root)}
+    places = origins(asked)
+    defaults = {key: default for key, default, _ in keys(asked.root)}
     for key, origin in places.items():
         value = functools.reduce(getattr, key.split("."), asked.config)
         shown = redacted({key.rpartition(".")[2]: value})[key.rpartition(".")[2]]

@@ -55,7 +55,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(
             "the embedded task's model is not planned; name one: actor_rollout_ref.model.path=MODEL data.train_files=FILE"
         )
-    config, device = _on(asked.config, options.count), find_device(options.gpu or _GPU)
+    config = _on(asked.config, options.count)
+    device = find_device(options.gpu or _GPU)
     data = config.data
     lengths = Lengths(
         _length("--prompt-length", options.prompt_length, data.max_prompt_length, "data.max_prompt_length"),
@@ -110,7 +111,9 @@ def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
 
     if asked.command == "distill":
         raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
-    config, device, longest = asked.config, find_device(options.gpu or _GPU), asked.config.data.max_length
+    config = asked.config
+    device = find_device(options.gpu or _GPU)
+    longest = asked.config.data.max_length
     if options.count is not None:
         each, machines = _machines(options.count)
         trainer = dataclasses.replace(config.trainer, n_gpus_per_node=each, nnodes=machines)

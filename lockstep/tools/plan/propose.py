@@ -40,18 +40,21 @@ def proposals(config: PPOConfig, found: Prediction, predict: Predict) -> list[Pr
         if best:
             changes, trial = best
             chosen.append(Proposal(changes, f"{reason}: {found.step_s:.1f} -> {trial.step_s:.1f} s a step, {_peak(trial)}"))
-            config, found = with_changes(config, changes), trial
+            config = with_changes(config, changes)
+            found = trial
     return chosen
 
 
 def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
     """Ways to make a configuration fit that does not: a smaller micro-batch, fewer sequences at once, GPUs that divide rows, more GPUs,
     adapters."""
-    policy, trainer = "actor_rollout_ref", config.trainer
+    policy = "actor_rollout_ref"
+    trainer = config.trainer
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout = config.actor_rollout_ref.rollout
     seats = 1 if rollout.max_num_seqs == AUTO else min(LEAST_SEQUENCES, rollout.seats)  # auto has tried fewer
-    per_node, present = trainer.n_gpus_per_node, trainer.n_gpus_per_node * trainer.nnodes
+    per_node = trainer.n_gpus_per_node
+    present = trainer.n_gpus_per_node * trainer.nnodes
     tries: list[tuple[str, list[dict[str, Any]]]] = [
         ("fewer tokens at once", [_budget(config, size) for size in (*reversed(_BUDGETS), longest) if size >= longest]),
         (
@@ -74,7 +77,8 @@ def what_fits(config: PPOConfig, predict: Predict) -> list[Proposal]:
 
 def _moves(config: PPOConfig, found: Prediction) -> Iterator[tuple[list[dict[str, Any]], str]]:
     """Candidates of one kind, and why they may help."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    rollout = config.actor_rollout_ref.rollout
+    trainer = config.trainer
     rows = -(-config.data.train_batch_size * rollout.n // (trainer.n_gpus_per_node * trainer.nnodes))
     key = "actor_rollout_ref.rollout"
     seats = [] if rollout.max_num_seqs == AUTO else [size for size in _SEATS if rollout.seats < size < 2 * rows]
@@ -99,7 +103,8 @@ def _budget(config: PPOConfig, size: int) -> dict[str, Any]:
 
 def _divided(config: PPOConfig, size: int) -> dict[str, Any]:
     """`size` GPUs of a machine have a part of each row, of which a micro-batch is one; as many GPUs as that takes."""
-    trainer, longest = config.trainer, config.data.max_prompt_length + config.data.max_response_length
+    trainer = config.trainer
+    longest = config.data.max_prompt_length + config.data.max_response_length
     present = trainer.n_gpus_per_node * trainer.nnodes
     models = ["actor_rollout_ref.actor"] + ["critic"] * config.use_critic
     division = dict.fromkeys([f"{model}.fsdp_config.ulysses_sequence_parallel_size" for model in models], size)
