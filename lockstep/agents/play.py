@@ -22,8 +22,7 @@ from lockstep.agents.driver import Asked, Driver, Encoded
 from lockstep.agents.environment import Action, Fault, Message, ToolCall, Turn
 from lockstep.agents.episode import Episode, missing
 from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_host
-from lockstep.agents.parsers import Parse
-from lockstep.agents.parsers.parsed import as_json
+from lockstep.agents.parsers import Parse, as_json
 from lockstep.config.sampling import SamplingParams
 from lockstep.data.encoder import truncate
 from lockstep.errors import DataError

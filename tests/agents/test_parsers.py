@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.agents.environment import Fault, ToolCall
-from lockstep.agents.parsers import PARSERS, detect_parser
-from lockstep.agents.parsers.parsed import as_json
+from lockstep.agents.parsers import PARSERS, as_json, detect_parser
 from lockstep.errors import ConfigError
 
 
