@@ -39,10 +39,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from benchmarks.rollout import RESULTS, SEED, _about
 from benchmarks.workload import SHAPES
 from lockstep.agents import Action, Environment, Turn
-from lockstep.agents.bridge import Bridge
+from lockstep.agents.chat_template import TurnTemplate
 from lockstep.agents.episode import Episode
 from lockstep.agents.parsers import PARSERS
-from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.play import EpisodeLimits, EpisodeTask, Player
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.models.attention import CACHED
@@ -200,7 +200,7 @@ class _Bench:
     """Plays episodes on one model."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
-        self.options, self._tokenizer, self._bridge = options, tokenizer, Bridge(tokenizer, {})
+        self.options, self._tokenizer, self._template = options, tokenizer, TurnTemplate(tokenizer, {})
         seats = max(*options.episodes, options.check, options.waiting)
         config = RolloutConfig(max_num_seqs=seats, gpu_memory_utilization=options.memory)
         self._engine: Any = make_rollout(share_structure(model, CACHED), config, 0)
@@ -232,7 +232,7 @@ class _Bench:
         options, bench = self.options, self
         room = options.turns * (math.ceil(turn_tokens * (1 + options.spread)) + options.observation + 64)
         sampling = SamplingParams(temperature=temperature, max_tokens=room, stop_token_ids=(), seed=SEED)
-        limits = Limits(options.turns, turn_tokens, None, count, 600.0, 3600.0, 0)
+        limits = EpisodeLimits(options.turns, turn_tokens, None, count, 600.0, 3600.0, 0)
 
         class Engine:
             """What a Player asks of one."""
@@ -246,7 +246,7 @@ class _Bench:
 
         kwargs = {"words": self._words, "length": options.observation, "turns": turns or options.turns}
         tasks = [
-            Task({}, [0], (0, i, 0), i, Talks, kwargs | {"delays": delays[i] if delays else []}, self._bridge, {})
+            EpisodeTask({}, [0], (0, i, 0), i, Talks, kwargs | {"delays": delays[i] if delays else []}, self._template, {})
             for i in range(count)
         ]
         player = Player(Engine(), self._tokenizer, PARSERS["hermes"].parse, sampling, limits)  # type: ignore[arg-type]

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING
 from lockstep.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lockstep.agents.agent import Agent, agent_of, configured_tools, environment_class, play_rows
+    from lockstep.agents.chat_template import ConversationTemplate, TurnTemplate
     from lockstep.agents.environment import Action, Environment, Fault, ToolCall, Turn
-    from lockstep.agents.named_tools import configured_tools
-    from lockstep.agents.recorded import Recorder
-    from lockstep.agents.rows import Agent, environment_class, episode_metrics, play_rows
+    from lockstep.agents.episode import episode_metrics
+    from lockstep.agents.parsers import Parsed
+    from lockstep.agents.recording import Recorder
     from lockstep.agents.tools import Tool, ToolEnvironment, ToolError
-    from lockstep.agents.training import EpisodeRewards, EpisodeRollout, agent_of
+    from lockstep.agents.training import EpisodeRewards, EpisodeRollout
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "agent": "Agent agent_of configured_tools environment_class play_rows",
+        "chat_template": "ConversationTemplate TurnTemplate",
         "environment": "Action Environment Fault ToolCall Turn",
-        "named_tools": "configured_tools",
-        "recorded": "Recorder",
-        "rows": "Agent environment_class episode_metrics play_rows",
+        "episode": "episode_metrics",
+        "parsers": "Parsed",
+        "recording": "Recorder",
         "tools": "Tool ToolEnvironment ToolError",
-        "training": "EpisodeRewards EpisodeRollout agent_of",
+        "training": "EpisodeRewards EpisodeRollout",
     },
 )

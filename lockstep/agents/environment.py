@@ -1,16 +1,16 @@
-"""What an episode's other side is: the interface that users write."""
+"""The interface between the policy and the other side of an episode: what users write."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-"""role and content, as chat templates take them."""
+"""role and content, in the form of chat templates."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the policy wants called."""
+    """A call that the policy asks for."""
 
     name: str
     arguments: dict[str, Any]
@@ -18,7 +18,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something in a response that was meant as a call and is none. `text` is for the policy: what was wrong, what is expected."""
+    """A malformed call in a response. `text` tells the policy what was wrong and what is expected."""
 
     text: str
 
@@ -28,13 +28,13 @@ class Action:
     """One turn of the policy."""
 
     text: str
-    """The whole response, special tokens included but for the one that ended it."""
+    """The whole response with its special tokens, except the token that ended it."""
     content: str
-    """What it says beside its calls, without special tokens."""
+    """The text beside the calls, without special tokens."""
     calls: tuple[ToolCall, ...] = ()
     faults: tuple[Fault, ...] = ()
     is_cut: bool = False
-    """Whether the limit of tokens ended it."""
+    """Whether the limit of tokens ended the turn."""
 
 
 @dataclass(slots=True)
@@ -42,48 +42,47 @@ class Turn:
     """One turn of the environment."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the policy sees next. After a call: a message with role "tool" for each call, in order."""
+    """The messages that the policy sees next. After calls: a message with role "tool" for each call, in order."""
     reward: float | None = None
-    """For the policy's last turn; None: nothing is said of that turn. `reset` gives none."""
+    """Reward of the policy's last turn; None if that turn has no reward. `reset` returns None."""
     done: bool = False
     """Whether the episode is over."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Numbers become metrics (their mean over episodes); all of it is in the recorded samples."""
+    """Numbers become metrics (their mean over episodes); all entries are in the recorded samples."""
     faults: int = 0
-    """How many of the policy's calls could not be made as it wrote them: an unknown tool, wrong arguments, a ToolError."""
+    """How many of the policy's calls failed as written: an unknown tool, wrong arguments, a ToolError."""
 
 
 class Environment:
     """The other side of one episode; every episode has an object of its own. Methods may be `async`.
 
-    What a policy can be blamed for (a wrong call, a program that fails) is text in the next Turn. An exception is the environment's own
-    failure: the episode is begun anew in a fresh object, and left out of training when that fails too. It is never a reward of 0.
+    A mistake of the policy (a wrong call, a failing program) is text in the next Turn. An exception is a failure of the environment: the
+    episode restarts with a new object, and is left out of training if that fails too. It never becomes a reward of 0.
     """
 
     tools: Sequence[Any] = ()
-    """What the policy is told of: Python functions, `Tool`s, or names of the class's own methods."""
+    """The tools that the policy is shown: Python functions, `Tool`s, or names of the class's methods."""
     is_quick: bool = False
-    """Whether its methods return at once whatever the policy says: then it lives in the worker's own process, without one of its own."""
+    """Whether its methods always return at once. The environment then lives in the worker's process instead of a process of its own."""
     queue_s: float = 0.0
-    """How long a call of one with `is_quick` may wait for its turn, as programs wait for a place in the sandbox; it is given beside
+    """How long a call of an environment with `is_quick` may wait for its turn, as programs wait for a place in the sandbox. Added to
     agent.step_timeout_s."""
     is_judged: bool = False
-    """Whether the run's reward function judges the policy's last turn, beside what the environment says of turns."""
-
+    """Whether the run's reward function judges the policy's last turn, in addition to the rewards of turns."""
     shows_prompt: bool | None = None
-    """Whether `reset` begins with the row's prompt, which is then measured with the description of tools before training
-    (data.filter_overlong_prompts, data.truncation). None: where the class has no `reset` of its own."""
+    """Whether `reset` starts with the row's prompt. The prompt is then measured with the description of tools before training
+    (data.filter_overlong_prompts, data.truncation). None: yes, if the class does not define `reset`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn | Awaitable[Turn]:
-        """The first messages, of a row of the data set. All chance must come from `seed`. The default: the row's prompt."""
+        """Return the first messages for a row of the data set; by default the row's prompt. Randomness must come from `seed` only."""
         prompt = row["prompt"]
         return Turn([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
 
     def step(self, action: Action) -> Turn | Awaitable[Turn]:
-        """What follows the policy's turn."""
+        """Return the environment's answer to the policy's turn."""
         raise NotImplementedError(f"{type(self).__name__} must have a method step(action) that returns a Turn")
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the episode held. Called once, however it ended: after a call that is late when that has ended, and only in a
-        process that had to be killed, or died, not at all."""
+        """Release the episode's resources. Called once, however the episode ended; after a late call, when that has returned. Not called if
+        the environment's process was killed or died."""
         return None

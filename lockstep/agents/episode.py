@@ -1,4 +1,4 @@
-"""Episode: the tokens of one conversation between a policy and its environment, and what is known of them."""
+"""Episode: the tokens of one conversation between a policy and its environment, its columns in a batch, and its metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from lockstep.protocol import DataProto, Ragged
 from lockstep.workers.rollout.request import Completion
 
 MISSING = "error"
-"""finish_reason of an episode whose environment failed: it has no tokens and no reward."""
+"""finish_reason of an episode whose environment failed: the episode has no tokens and no reward."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """Grows turn by turn. Tokens after the prompt are the policy's, with a log-prob, or the environment's, with none."""
+    """Grows turn by turn. Tokens after the prompt come from the policy, with a log-prob, or from the environment, without."""
 
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
@@ -27,38 +27,38 @@ class Episode:
     turn: list[int] = field(default_factory=list)
     """The policy's turn that a token belongs to, from 1; the environment's tokens belong to the turn before them."""
     restarts: list[int] = field(default_factory=list)
-    """1 for a token that begins a new context: what comes before it is not seen any more."""
+    """1 for a token that begins a new context: the policy no longer sees the tokens before it."""
     rewards: list[float] = field(default_factory=list)
-    """What the environment said of a turn, at its last sampled token; 0 elsewhere."""
+    """The reward of a turn at its last sampled token; 0 elsewhere."""
     context: list[int] = field(default_factory=list)
-    """The tokens that the policy sees now, the prompt's included."""
+    """The tokens that the policy sees now, with the prompt."""
     turns: int = 0
     contexts: int = 1
     last_turn: list[int] = field(default_factory=list)
-    """The tokens of the policy's last turn: what a reward function judges."""
+    """The tokens of the policy's last turn, which a reward function judges."""
     finish_reason: str = ""
     messages: list[Message] = field(default_factory=list)
-    """The conversation, to be read."""
+    """The conversation as messages, for people."""
     heard: list[dict[str, Any]] = field(default_factory=list)
-    """Of each turn of the environment: how many of the messages are its, reward, done, info, faults. What a replay needs."""
+    """For each turn of the environment its number of messages, reward, done, info and faults: what a replay needs."""
     seed: int = 0
     """The environment's."""
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     """Calls that could be made."""
     faults: int = 0
-    """What was meant as a call and could not be made."""
+    """Malformed and failed calls."""
     retries: int = 0
     environment_s: float = 0.0
     wait_s: float = 0.0
-    """How long the engine, in the call that this episode is of, had nothing to do because all episodes were in their environments."""
+    """How long the engine was idle because all episodes of this call waited for their environments."""
     error: str | None = None
 
     def __post_init__(self) -> None:
         self.context = list(self.prompt_ids)
 
     def add_turn(self, turn: Turn) -> None:
-        """What the environment said."""
+        """Add a turn of the environment."""
         self.messages += turn.messages
         self.info |= turn.info
         self.calls = self.calls - turn.faults
@@ -69,13 +69,13 @@ class Episode:
             self.add_reward(float(turn.reward))
 
     def add_policy(self, completion: Completion) -> None:
-        """A turn of the policy."""
+        """Add a turn of the policy."""
         self.turns += 1
         self.last_turn = completion.ids.tolist()
         self._add(self.last_turn, completion.log_probs.tolist(), 1)
 
     def add_environment(self, ids: Sequence[int], is_new_context: bool = False) -> None:
-        """Tokens that were put between two turns, or all that the policy sees from now on."""
+        """Add the tokens between two turns, or of a new context."""
         if is_new_context:
             self.contexts = self.contexts + 1
             self.context = []
@@ -84,7 +84,7 @@ class Episode:
             self.restarts[-len(ids)] = 1
 
     def add_reward(self, reward: float) -> None:
-        """A reward of the policy's last turn."""
+        """Add a reward to the policy's last turn."""
         last = max((i for i, own in enumerate(self.mask) if own), default=None)
         if last is not None:
             self.rewards[last] += reward
@@ -99,7 +99,7 @@ class Episode:
         self.rewards += [0.0] * len(ids)
 
     def told(self) -> dict[str, Any]:
-        """What is recorded of it beside its tokens."""
+        """Return what is recorded of the episode besides its tokens."""
         names = (
             "turns", "contexts", "calls", "faults", "retries", "environment_s", "wait_s", "seed", "messages", "heard", "info", "error",
         )  # fmt: skip
@@ -107,14 +107,14 @@ class Episode:
 
 
 def missing(prompt_ids: Sequence[int], error: str, retries: int, environment_s: float, seed: int) -> Episode:
-    """An episode whose environment failed."""
+    """Return an episode whose environment failed."""
     prompt = list(prompt_ids)
     return Episode(prompt, finish_reason=MISSING, error=error, retries=retries, environment_s=environment_s, seed=seed)
 
 
 def episode_columns(episodes: Sequence[Episode], has_contexts: bool = False) -> DataProto:
-    """The columns prompts, responses, response_mask, rollout_log_probs, turn, turn_rewards, last_turn, finish_reason, episode; and, where
-    episodes may have several contexts, restarts."""
+    """Return the columns prompts, responses, response_mask, rollout_log_probs, turn, turn_rewards, last_turn, finish_reason and episode;
+    and restarts, if episodes may have several contexts."""
 
     def ragged(name: str, dtype: torch.dtype) -> Ragged:
         rows: list[Tensor] = [torch.tensor(getattr(episode, name), dtype=dtype) for episode in episodes]
@@ -134,3 +134,24 @@ def episode_columns(episodes: Sequence[Episode], has_contexts: bool = False) -> 
     columns = {column: ragged(name, dtype) for column, (name, dtype) in kinds.items()}
     objects = {"finish_reason": [e.finish_reason for e in episodes], "episode": [e.told() for e in episodes]}
     return DataProto.from_dict(columns, objects)
+
+
+def episode_metrics(episodes: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return agent/*: means over the played episodes, the number of missing episodes, and how long generation waited for environments."""
+    played = [episode for episode in episodes if episode["error"] is None]
+    metrics = {"agent/missing": float(len(episodes) - len(played))}
+    metrics["agent/wait_s"] = max(episode["wait_s"] for episode in episodes)
+    if not played:
+        return metrics
+    for name in ("turns", "contexts", "calls", "faults", "environment_s", "retries"):
+        metrics[f"agent/{name}"] = sum(episode[name] for episode in played) / len(played)
+    goes_on = sum(episode["turns"] - 1 for episode in played)
+    metrics["agent/broken_prefix_ratio"] = sum(episode["contexts"] - 1 for episode in played) / goes_on if goes_on else 0.0
+    calls, faults = (sum(episode[name] for episode in played) for name in ("calls", "faults"))
+    metrics["agent/bad_call_ratio"] = faults / (calls + faults) if calls + faults else 0.0
+    infos = [episode["info"] for episode in played]
+    for name in sorted({name for info in infos for name in info}):
+        values = [float(info[name]) for info in infos if isinstance(info.get(name), int | float)]
+        if values:
+            metrics[f"agent/info/{name}"] = sum(values) / len(values)
+    return metrics

@@ -1,9 +1,9 @@
-"""Hosts: where an environment lives. In a process of its own that is killed at a deadline, in this one's threads, or in an event loop.
+"""Hosts: an environment lives in a process that is killed at a deadline, in a thread of this process, or in an event loop.
 
 ```text
-process  a class that another process can find, with plain methods: whatever it does, it ends at its deadline
-loop     a class with async methods: many share one event loop; what hangs is cancelled
-thread   anything else (a class of the running script, a closure): what hangs is left behind
+process  a class that another process can import, with plain methods: whatever it does, it ends at its deadline
+loop     a class with async methods: many share one event loop; a call that hangs is cancelled
+thread   any other class (of the running script, a closure): a call that hangs is left behind
 ```
 """
 
@@ -34,32 +34,32 @@ Make = Callable[..., Environment]
 _MAX_FLOAT32 = 3.4028234663852886e38
 
 
-class Place:
-    """Where an environment lives, and what belongs to it there."""
+class LiveEnvironment:
+    """An environment and its event loop, in the process where the environment lives."""
 
     environment: Environment | None = None
     """Between `begin` and `end`."""
     runner: asyncio.Runner | None = None
-    """Its event loop, once it needs one: what one call connects, the next one uses. Not of environments that share one."""
+    """The environment's own event loop, made when it is first needed: connections of one call serve the next. None if it shares a loop."""
     loop: LoopThread | None = None
-    """That it shares with others."""
+    """The loop that it shares with other environments."""
     task: "asyncio.Task[Any] | None" = None
-    """The call that runs in it."""
+    """The call that runs in the shared loop."""
 
 
-Call = Callable[[Place], Any]
-"""Made where the environment lives."""
+Call = Callable[[LiveEnvironment], Any]
+"""Runs where the environment lives."""
 
 
 class EnvironmentFailed(RewardError):
     """An environment raised, hung, died, or returned something that is not a Turn."""
 
 
-class Waited:
-    """A call that an environment is making. Awaited in a Driver's coroutine, or asked for its `result` by a thread that then waits."""
+class EnvironmentCall:
+    """A call of an environment's method. Await it in a coroutine of an EpisodeLoop, or wait for `result` in a thread."""
 
     def __init__(self, host: "Host", future: "Future[Any]", timeout_s: float | None, counts: bool = True) -> None:
-        """`counts`: its seconds are the environment's."""
+        """`counts`: whether the call's seconds are added to the environment's."""
         self.future = host.last = future
         self._counts = counts
         self._host = host
@@ -67,29 +67,29 @@ class Waited:
         self._timeout_s = timeout_s
         self._ended: float | None = None
         self.deadline = None if timeout_s is None else self._started + timeout_s
-        """When nobody waits for it any longer; None where the host itself ends it in time."""
+        """When the wait for it ends; None if the host ends the call itself."""
         future.add_done_callback(self._note_end)
 
     @property
     def seconds(self) -> float:
-        """How long the environment took, so far."""
+        """Duration of the call so far."""
         return (self._ended or time.monotonic()) - self._started
 
     def _note_end(self, _: object) -> None:
         self._ended = time.monotonic()
 
-    def __await__(self) -> "Generator[Waited, None, Any]":
+    def __await__(self) -> "Generator[EnvironmentCall, None, Any]":
         yield self
         return self.result()
 
     def result(self) -> Any:
-        """What the environment returned. Raises EnvironmentFailed."""
+        """Wait, and return the environment's value. Raise EnvironmentFailed."""
         try:
             error = self.future.exception(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
         except TimeoutError as late:
             self._host.leave_behind()
             raise EnvironmentFailed(f"the environment did not answer within {self._timeout_s:g} s; it was left behind") from late
-        except CancelledError as cancelled:  # by itself: nobody here does
+        except CancelledError as cancelled:  # by the environment: nothing here cancels it
             raise EnvironmentFailed("the environment's call was cancelled") from cancelled
         finally:
             if self._counts:
@@ -102,82 +102,84 @@ class Waited:
 
 
 class Host(ABC):
-    """Holds one environment at a time. Every call has a deadline; all raise EnvironmentFailed."""
+    """Holds one environment at a time. Every call has a deadline and raises EnvironmentFailed."""
 
     seconds: float = 0.0
-    """Spent in the environment since `begin`."""
+    """Seconds spent in the environment since `begin`."""
     last: "Future[Any] | None" = None
-    """The call that was made last."""
+    """The last call."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def starting(self, make: Make, kwargs: dict[str, Any]) -> Waited | None:
-        """Start the process that `make(**kwargs)` needs; wait for it before `beginning`. None where nothing must be started.
+    def starting(self, make: Make, kwargs: dict[str, Any]) -> EnvironmentCall | None:
+        """Start the process that `make(**kwargs)` needs; wait for it before `beginning`. None if no process is needed.
 
-        It has no deadline of the environment's and counts as none of its seconds: how long it takes depends on what else the machine does.
+        The start has no deadline and does not count as seconds of the environment: its duration depends on the load of the machine.
         """
         return None
 
-    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
-        """A new environment's first turn; check it with `checked`."""
+    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> EnvironmentCall:
+        """Make an environment and return its first turn; check it with `check_turn`."""
         self.seconds = 0.0
         return self._made(functools.partial(begin, make, kwargs, row, seed))
 
-    def stepping(self, action: Action) -> Waited:
-        """What follows the policy's turn; check it with `checked`."""
+    def stepping(self, action: Action) -> EnvironmentCall:
+        """Return the answer to the policy's turn; check it with `check_turn`."""
         return self._made(functools.partial(step, action))
 
-    def ending(self) -> Waited:
+    def ending(self) -> EnvironmentCall:
         """Close the environment."""
         return self._made(end)
 
     def begin(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Turn:
-        """`starting` and `beginning`, waited for."""
+        """Wait for `starting` and `beginning`."""
         if (start := self.starting(make, kwargs)) is not None:
             start.result()
-        return checked(self.beginning(make, kwargs, row, seed).result(), is_first=True)
+        return check_turn(self.beginning(make, kwargs, row, seed).result(), is_first=True)
 
     def step(self, action: Action) -> Turn:
-        """`stepping`, waited for."""
-        return checked(self.stepping(action).result())
+        """Wait for `stepping`."""
+        return check_turn(self.stepping(action).result())
 
     @abstractmethod
-    def _made(self, call: Call) -> Waited:
-        """Make a call where the environment lives."""
+    def _made(self, call: Call) -> EnvironmentCall:
+        """Start a call where the environment lives."""
 
     def leave_behind(self) -> None:
-        """The environment hangs: nothing more is asked of it than to close when it has answered."""
+        """The environment hangs: close it when its call has returned, and call it no more."""
         return
 
     def abandon(self) -> None:
-        """In the middle of an episode: close the environment when it has answered, and give up what the host holds. Waits for nothing."""
+        """Give up in the middle of an episode: close the environment when its call has returned, and the host. Return at once."""
         self.ending()
         self.close(waits=False)
 
     def close(self, waits: bool = True) -> None:
-        """Give up what the host holds, when it has done what it does. It can be used again."""
+        """Release the host's process and threads after its calls. The host can be used again."""
         return
 
 
 class ProcessHost(Host):
-    """In a process of its own, which a thread talks to."""
+    """Holds an environment in a process of its own, which a thread talks to."""
 
     _child: "_Child | None" = None
     _closing: "Future[Any] | None" = None
 
-    def starting(self, make: Make, kwargs: dict[str, Any]) -> Waited | None:
-        """See Host. Files of the user are imported there too: their names mean nothing to another process."""
+    def starting(self, make: Make, kwargs: dict[str, Any]) -> EnvironmentCall | None:
+        """See Host. Imports files of the user in the process too, where their module names are unknown."""
         if self._child is None:
             self._child = _Child()
         tools = [getattr(each, "function", None) for value in kwargs.values() if isinstance(value, list) for each in value]
         needed = [make, *(tool for tool in tools if tool is not None and is_portable(tool))]
-        return Waited(self, self._child.put(functools.partial(self._child.start, make, kwargs, needed)), None, counts=False)
+        return EnvironmentCall(
+            self, self._child.put(functools.partial(self._child.start, make, kwargs, needed)), None, counts=False
+        )
 
-    def _made(self, call: Call) -> Waited:
+    def _made(self, call: Call) -> EnvironmentCall:
         if self._child is None:
             self._child = _Child()
-        return Waited(self, self._child.put(functools.partial(self._child.call, call, self._timeout_s)), None)
+        return EnvironmentCall(self, self._child.put(functools.partial(self._child.call, call, self._timeout_s)), None)
 
     def abandon(self) -> None:
         if self._child is not None:
@@ -193,11 +195,11 @@ class ProcessHost(Host):
 
 
 _starts = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
-"""Processes that start at a time: more of them would only make each slower, and take the processors from the engine."""
+"""Limits how many processes start at a time: more would only slow each other down and take the processors from the engine."""
 
 
 class _Child:
-    """A process, and the thread that talks to it; it outlives nothing that hangs, for the process is killed at the deadline of a call."""
+    """A process and the thread that talks to it. The process is killed at the deadline of a call."""
 
     is_wanted = True
     """Whether a process may still be started."""
@@ -208,13 +210,13 @@ class _Child:
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
 
     def put(self, call: Callable[[], Any] | None) -> "Future[Any]":
-        """Make a call in the thread, after those before it; None ends the process and the thread."""
+        """Queue a call for the thread; None ends the process and the thread."""
         future: Future[Any] = Future()
         self._calls.put((call, future))
         return future
 
     def start(self, make: Make, kwargs: dict[str, Any], needed: Sequence[Callable[..., Any]]) -> None:
-        """Start the process, if there is none, and import there what `make(**kwargs)` needs."""
+        """Start the process unless it runs, and import there what `make(**kwargs)` needs."""
         if self._worker.is_running:
             self._load(make, kwargs, needed)
             return
@@ -227,11 +229,11 @@ class _Child:
         with _failures():
             for each in needed:
                 self._worker.load(each)
-            # To read the arguments is to import what they need: that must not be left to the first call.
+            # Unpickling the arguments imports modules, which must not count as part of the first call.
             self._worker.call(_in_child, START_S, call=functools.partial(prepare, schemas_of(make), kwargs))
 
     def call(self, call: Call, timeout_s: float) -> Any:
-        """Make a call in the process."""
+        """Make a call in the process, and return its value."""
         if call is end and not self._worker.is_running:
             return None
         with _failures():
@@ -245,23 +247,23 @@ class _Child:
 
 
 class ThreadHost(Host):
-    """In a thread of this process."""
+    """Holds an environment in this process and makes each call in a thread."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._place = Place()
+        self._place = LiveEnvironment()
 
-    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> Waited:
+    def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> EnvironmentCall:
         """See Host."""
-        self._place = Place()
+        self._place = LiveEnvironment()
         return super().beginning(make, kwargs, row, seed)
 
-    def _made(self, call: Call) -> Waited:
-        return Waited(self, _in_thread(call, self._place), self._timeout_s)
+    def _made(self, call: Call) -> EnvironmentCall:
+        return EnvironmentCall(self, _in_thread(call, self._place), self._timeout_s)
 
     def leave_behind(self) -> None:
         place = self._place
-        self._place = Place()
+        self._place = LiveEnvironment()
         if self.last is not None:
             self.last.add_done_callback(lambda _: _in_thread(end, place))
 
@@ -271,16 +273,16 @@ class ThreadHost(Host):
 
 
 class LoopHost(ThreadHost):
-    """In an event loop that all hosts share, but for those whose loop is blocked."""
+    """Holds an environment in an event loop that hosts share. A loop that an environment blocks gets no new environments."""
 
-    def _made(self, call: Call) -> Waited:
+    def _made(self, call: Call) -> EnvironmentCall:
         if self._place.loop is None:
             self._place.loop = _free_loop()
-        return Waited(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
+        return EnvironmentCall(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
 
     def leave_behind(self) -> None:
         place = self._place
-        self._place = Place()
+        self._place = LiveEnvironment()
         if place.loop is not None:
             place.loop.submit(_end_late(place))
 
@@ -304,8 +306,8 @@ def _free_loop() -> LoopThread:
         return _loops[0]
 
 
-def _in_thread(call: Call, place: Place) -> "Future[Any]":
-    """Make a call in a thread of its own."""
+def _in_thread(call: Call, place: LiveEnvironment) -> "Future[Any]":
+    """Start a call in a thread of its own."""
     future: Future[Any] = Future()
     threading.Thread(
         target=_fulfil, args=(future, functools.partial(_called, call, place)), name="environment", daemon=True
@@ -324,30 +326,30 @@ def _fulfil(future: "Future[Any]", call: Callable[[], Any]) -> None:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Whatever goes wrong with another process is the environment's failure."""
+    """Turn every error of the other process into EnvironmentFailed."""
     try:
         yield
     except RewardError as error:
         raise EnvironmentFailed(str(error).replace(f"{__name__}.{_in_child.__name__}", "the environment")) from error
-    except Exception as error:  # this process cannot read what the other has sent
+    except Exception as error:  # this process cannot unpickle the answer
         raise EnvironmentFailed(f"what the environment returned cannot be read here: {type(error).__name__}: {error}") from error
 
 
 def make_host(make: Make, timeout_s: float) -> Host:
-    """The host that suits a class of environments."""
+    """Return a host for a class of environments."""
     methods = (getattr(make, name, None) for name in ("reset", "step", "close"))
     if any(inspect.iscoroutinefunction(method) for method in methods):
         return LoopHost(timeout_s)
-    is_quick = getattr(make, "is_quick", False)
-    if is_portable(make) and not is_quick:
-        return ProcessHost(timeout_s)
-    return ThreadHost(timeout_s + (getattr(make, "queue_s", 0.0) if is_quick else 0.0))
+    if getattr(make, "is_quick", False):
+        return ThreadHost(timeout_s + getattr(make, "queue_s", 0.0))
+    return ProcessHost(timeout_s) if is_portable(make) else ThreadHost(timeout_s)
 
 
-def checked(turn: Any, is_first: bool = False) -> Turn:
-    """The turn, in Python's own numbers, its info as JSON holds it: what is recorded of it is what a replay reads. `is_first`: of `reset`.
+def check_turn(turn: Any, is_first: bool = False) -> Turn:
+    """Convert a turn's numbers to Python's and its info to JSON values, in place, so that a replay reads what was recorded; return it.
+    `is_first`: the turn is the result of `reset`.
 
-    Raises EnvironmentFailed, saying what is expected, for what is not a whole one.
+    Raise EnvironmentFailed, with the expected form, for an invalid turn.
     """
     if not isinstance(turn, Turn):
         raise EnvironmentFailed(f"an environment must return a Turn, not {_short(turn)}")
@@ -356,7 +358,8 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
         raise EnvironmentFailed(f"the reward of a Turn must be a finite number or None, not {_short(reward)}")
     if not isinstance(turn.info, dict):
         raise EnvironmentFailed(f"the info of a Turn must be a dict, not {_short(turn.info)}")
-    messages = [_checked_message(each) for each in (turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages])]
+    given = turn.messages if isinstance(turn.messages, list | tuple) else [turn.messages]
+    messages = [_check_message(message) for message in given]
     try:
         done = bool(turn.done)
         faults = int(turn.faults)
@@ -378,7 +381,7 @@ def checked(turn: Any, is_first: bool = False) -> Turn:
 
 
 def _is_finite(reward: Any) -> bool:
-    """Whether the reward is finite in float32, as it is trained with."""
+    """Return whether the reward is finite in float32, in which it is trained with."""
     try:
         return abs(float(reward)) <= _MAX_FLOAT32
     except OverflowError:  # an int or a fraction beyond floats
@@ -386,14 +389,14 @@ def _is_finite(reward: Any) -> bool:
 
 
 def _int(text: str) -> int:
-    """An integer of an info; its mean over episodes is a float."""
+    """Return an integer of an info, whose mean over episodes is a float. Raise ValueError if it is too large."""
     if math.isinf(float(text)):
         raise ValueError("an integer in it is too large for a float")
     return int(text)
 
 
-def _checked_message(message: Any) -> Message:
-    """The message; content in parts of text, as some APIs have it, as one text."""
+def _check_message(message: Any) -> Message:
+    """Return the message with its content as one text; some APIs split it into parts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise EnvironmentFailed(f"the messages of a Turn must be a list of dicts with role and content, not {_short(message)}")
     content = message.get("content")
@@ -410,7 +413,7 @@ def _checked_message(message: Any) -> Message:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON cannot hold: numbers of numpy and torch as numbers, all else as text."""
+    """Return a value that JSON cannot hold as a number (NumPy, PyTorch) or as text."""
     try:
         return value.item()
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -418,47 +421,47 @@ def _as_json(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A value as text, however large it is."""
+    """Return a value as text of bounded length."""
     return reprlib.repr(value)[:200]
 
 
-# -- the calls, made where the environment lives -----------------------------------------------------------------------------
+# -- the calls, which run where the environment lives ---------------------------------------------------------------------------
 
 
-def prepare(schemas: Mapping[tuple[str, str], dict[str, Any]], kwargs: dict[str, Any], place: Place) -> None:
-    """The first call in a process; `kwargs` have been read when it is made."""
+def prepare(schemas: Mapping[tuple[str, str], dict[str, Any]], kwargs: dict[str, Any], place: LiveEnvironment) -> None:
+    """Make the first call in a process: unpickling its `kwargs` has imported what they need."""
     learn_schemas(schemas)
 
 
-def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, place: Place) -> Any:
+def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, place: LiveEnvironment) -> Any:
     """Make the environment and reset it."""
     place.environment = make(**kwargs)
     return place.environment.reset(row, seed)
 
 
-def step(action: Action, place: Place) -> Any:
-    """Let the environment answer."""
+def step(action: Action, place: LiveEnvironment) -> Any:
+    """Return the environment's answer."""
     assert place.environment is not None
     return place.environment.step(action)
 
 
-def end(place: Place) -> Any:
+def end(place: LiveEnvironment) -> Any:
     """Close the environment, if there is one."""
     environment = place.environment
     place.environment = None
     return environment.close() if environment is not None else None
 
 
-_place = Place()
-"""Of the environment of a process of its own."""
+_place = LiveEnvironment()
+"""The environment of this process, if the process belongs to one."""
 
 
 def _in_child(call: Call) -> Any:
     return _called(call, _place)
 
 
-def _called(call: Call, place: Place) -> Any:
-    """Make a call in this thread. What it must await is awaited in the environment's own event loop, which ends with it."""
+def _called(call: Call, place: LiveEnvironment) -> Any:
+    """Make a call in this thread. An awaitable runs in the environment's own event loop, which ends with the environment."""
     try:
         value = call(place)
         if not inspect.isawaitable(value):
@@ -475,18 +478,18 @@ async def _await(value: Any) -> Any:
     return await value
 
 
-async def _awaited(call: Call, place: Place) -> Any:
+async def _awaited(call: Call, place: LiveEnvironment) -> Any:
     """Make a call in the event loop that runs this."""
     place.task = asyncio.current_task()
     try:
         value = call(place)
         return await value if inspect.isawaitable(value) else value
-    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and with it everybody's environment
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop of all environments
         raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
 
 
-async def _end_late(place: Place) -> None:
-    """Cancel the call that is late, and close its environment when it has ended. A late call of `close` itself is not cancelled."""
+async def _end_late(place: LiveEnvironment) -> None:
+    """Cancel a late call, and close its environment when it has ended. A late call of `close` itself is not cancelled."""
     if place.environment is not None and place.task is not None:
         place.task.cancel()
         await asyncio.wait({place.task})

@@ -1,7 +1,7 @@
-"""Play episodes: every episode is a straight line of code, a coroutine; they and the engine's passes take turns on one thread (driver.py).
+"""Play episodes. Each episode is a coroutine; coroutines and the engine's passes take turns on one thread (episode_loop.py).
 
-An episode goes on as soon as its own environment has answered: passes wait for nobody, and nobody waits for a round. The key-value pages
-of earlier turns are kept, so a turn costs its new tokens.
+An episode continues as soon as its own environment has answered; there are no rounds. The key-value pages of earlier turns are kept, so a
+turn costs only its new tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lockstep.agents.bridge import Bridge
-from lockstep.agents.driver import Asked, Driver, Encoded
+from lockstep.agents.chat_template import TurnTemplate
 from lockstep.agents.environment import Action, Fault, Message, ToolCall, Turn
 from lockstep.agents.episode import Episode, missing
-from lockstep.agents.hosts import EnvironmentFailed, Host, Make, checked, make_host
+from lockstep.agents.episode_loop import Encoding, EngineCall, EpisodeLoop
+from lockstep.agents.hosts import EnvironmentFailed, Host, Make, check_turn, make_host
 from lockstep.agents.parsers import Parse, as_json
 from lockstep.config.sampling import SamplingParams
 from lockstep.data.encoder import truncate
@@ -36,45 +36,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One episode to be played."""
+class EpisodeTask:
+    """An episode to play."""
 
     row: dict[str, Any]
-    """Of the data set; what `Environment.reset` gets."""
+    """The row of the data set that `Environment.reset` gets."""
     prompt_ids: list[int]
-    """Of the row: what an episode that could not be played is shown with."""
+    """The row's prompt, shown for an episode that could not be played."""
     key: tuple[int, int, int]
     """(step, prompt, sample): decides the policy's random numbers."""
     seed: int
-    """The environment's: the same for all samples of a prompt, so that a group plays one game."""
+    """The environment's seed: equal for all samples of a prompt, so that a group plays one game."""
     make: Make
     kwargs: dict[str, Any]
     """The environment is make(**kwargs)."""
-    bridge: Bridge
+    template: TurnTemplate
     schemas: dict[str, dict[str, Any]]
     """Tool -> JSON schema of its parameters."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What an episode may use."""
+class EpisodeLimits:
+    """The limits of an episode."""
 
     max_turns: int
     max_turn_tokens: int | None
-    """Of the policy, in one turn."""
+    """Tokens of the policy in one turn."""
     max_observation_tokens: int | None
-    """Of one message of the environment; the rest is cut off, and the policy is told so."""
+    """Tokens of one message of the environment; the rest is cut off, and the message says so."""
     max_environments: int
-    """Episodes that are played at once."""
+    """Episodes at once."""
     step_timeout_s: float
     episode_timeout_s: float
-    """Of one episode, in its environment."""
+    """Seconds that an episode may spend in its environment."""
     retries: int
-    """How often an episode whose environment failed is begun anew."""
+    """How often an episode restarts after a failure of its environment."""
     max_prompt_tokens: int | None = None
-    """Of the first messages."""
+    """Tokens of the first messages."""
     prompt_side: str | None = None
-    """Where first messages that are too long are cut: left, right or middle (data.truncation). None: the episode fails."""
+    """Side on which too long first messages are cut: left, right or middle (data.truncation). None: the episode fails."""
 
 
 class Player:
@@ -86,11 +86,11 @@ class Player:
         tokenizer: PreTrainedTokenizerBase,
         parse: Parse,
         sampling: SamplingParams,
-        limits: Limits,
+        limits: EpisodeLimits,
         inner_ids: Set[int] = frozenset(),
     ) -> None:
-        """`sampling.max_tokens` is what an episode may have after its prompt, the environment's tokens included. `inner_ids` end no turn,
-        whatever the template writes at a turn's end."""
+        """`sampling.max_tokens` limits the tokens after the prompt, the environment's included. `inner_ids` end no turn, even if the
+        template writes them at a turn's end."""
         self._inner_ids = inner_ids
         self._engine = engine
         self._tokenizer = tokenizer
@@ -99,19 +99,19 @@ class Player:
         self._limits = limits
         self._longest_token = _longest_token(tokenizer)
 
-    def play(self, tasks: Sequence[Task], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
-        """All of them, in order. `on_finished` hears of each (its number, the episode) when it ends, between two passes."""
+    def play(self, tasks: Sequence[EpisodeTask], on_finished: Callable[[int, Episode], None] | None = None) -> list[Episode]:
+        """Return the episodes in order. `on_finished(number, episode)` is called as each ends, between two passes."""
         episodes: dict[int, Episode] = {}
         hosts = _Hosts(self._limits.step_timeout_s)
 
-        async def play(number: int, task: Task) -> None:
+        async def play(number: int, task: EpisodeTask) -> None:
             episodes[number] = await self._episode(task, hosts, stream)
             if on_finished is not None:
                 on_finished(number, episodes[number])
 
         try:
             with self._engine.open(self._sampling) as stream, rare_collections():
-                driver = Driver(stream)
+                driver = EpisodeLoop(stream)
                 driver.run((play(number, task) for number, task in enumerate(tasks)), self._limits.max_environments)
         finally:
             hosts.close(waits=len(episodes) == len(tasks))
@@ -119,8 +119,8 @@ class Player:
             episode.wait_s = driver.idle_s
         return [episodes[number] for number in range(len(tasks))]
 
-    async def _episode(self, task: Task, hosts: _Hosts, stream: Stream) -> Episode:
-        """One episode; begun anew, with the same key and so the same tokens, when its environment fails."""
+    async def _episode(self, task: EpisodeTask, hosts: _Hosts, stream: Stream) -> Episode:
+        """Play one episode. If its environment fails, restart it with the same key and so the same tokens."""
         seconds = 0.0
         for attempt in range(self._limits.retries + 1):
             with hosts.one(task.make) as host:
@@ -132,24 +132,24 @@ class Player:
                 seconds += host.seconds
                 try:
                     await host.ending()
-                except EnvironmentFailed:  # what goes wrong then no longer matters
+                except EnvironmentFailed:  # the episode is over
                     host.close(waits=False)
             if episode is not None:
                 episode.retries = attempt
                 return episode
         return missing(task.prompt_ids, failure, self._limits.retries, seconds, task.seed)
 
-    async def _attempt(self, task: Task, host: Host, stream: Stream) -> Episode:
+    async def _attempt(self, task: EpisodeTask, host: Host, stream: Stream) -> Episode:
         limits = self._limits
-        bridge = task.bridge
+        template = task.template
         if (start := host.starting(task.make, task.kwargs)) is not None:
             await start
-        turn = checked(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
+        turn = check_turn(await host.beginning(task.make, task.kwargs, task.row, task.seed), is_first=True)
         if limits.prompt_side in (None, "right"):  # the others keep the end
             self._shorten(turn, limits.max_prompt_tokens or self._engine.context, is_first=True)
         with _refusals():
-            text = bridge.start_text(turn.messages)
-        new = await Encoded(bridge, text)
+            text = template.start_text(turn.messages)
+        new = await Encoding(template, text)
         previous = None
         if limits.max_prompt_tokens is not None and limits.prompt_side is not None:
             new = truncate(new, limits.max_prompt_tokens, limits.prompt_side)
@@ -161,7 +161,7 @@ class Player:
         episode = Episode(list(new), seed=task.seed)
         episode.add_turn(turn)
         said: list[Message | Action] = list(turn.messages)
-        stops = tuple({*self._sampling.stop_token_ids, *(bridge.end_ids - self._inner_ids)})
+        stops = tuple({*self._sampling.stop_token_ids, *(template.end_ids - self._inner_ids)})
         try:
             while not episode.finish_reason:
                 left = self._left(episode, len(episode.context))
@@ -170,14 +170,14 @@ class Player:
                 request = Request(
                     torch.from_numpy(np.array(new)), key, max_tokens=most, stop_token_ids=stops, keep=True, continues=previous
                 )
-                index, completion = await Asked(request)
+                index, completion = await EngineCall(request)
                 if previous is not None:
                     stream.release(previous)
                 previous = index
                 if completion.finish_reason == "error":
                     raise EnvironmentFailed(f"the policy could not answer: {completion.error}")
                 episode.add_policy(completion)
-                new, is_new_context = await self._go_on(task, host, episode, completion, said, stops)
+                new, is_new_context = await self._answer_turn(task, host, episode, completion, said, stops)
                 if is_new_context:
                     stream.release(previous)
                     previous = None
@@ -188,24 +188,30 @@ class Player:
         return episode
 
     def _left(self, episode: Episode, used: int) -> int:
-        """How many tokens the episode may still have: of its budget, and of the model's context, `used` of which are taken."""
+        """Return how many tokens are left in the episode's budget and in the model's context, of which `used` are taken."""
         left = self._sampling.max_tokens - len(episode.ids)
         return left if self._engine.context is None else min(left, self._engine.context - used)
 
-    async def _go_on(
-        self, task: Task, host: Host, episode: Episode, completion: Completion, said: list[Message | Action], stops: Sequence[int]
+    async def _answer_turn(
+        self,
+        task: EpisodeTask,
+        host: Host,
+        episode: Episode,
+        completion: Completion,
+        said: list[Message | Action],
+        stops: Sequence[int],
     ) -> tuple[list[int], bool]:
-        """Let the environment answer the policy's turn; returns the tokens before the next one, and whether they are a new context. Sets
-        `finish_reason` at the end."""
+        """Let the environment answer the policy's turn. Return the tokens before the next turn and whether they start a new context; at the
+        end of the episode set `finish_reason`."""
         action = self._read(task, completion, stops)
         said.append(action)
         episode.messages.append(_shown(action))
-        if action.is_cut and self._left(episode, len(episode.context)) <= 0:  # a call that is cut there is no fault
+        if action.is_cut and self._left(episode, len(episode.context)) <= 0:  # a call that is cut here is not a fault
             episode.finish_reason = "length"
             return [], False
         episode.calls += len(action.calls)
         episode.faults += len(action.faults)
-        turn = checked(await host.stepping(action))
+        turn = check_turn(await host.stepping(action))
         self._shorten(turn, self._sampling.max_tokens)
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
@@ -217,23 +223,25 @@ class Player:
         if episode.turns >= self._limits.max_turns:
             episode.finish_reason = "length"
             return [], False
-        new, is_new_context = await self._next_tokens(task.bridge, said, episode.context)
+        new, is_new_context = await self._next_tokens(task.template, said, episode.context)
         if len(new) >= self._left(episode, 0 if is_new_context else len(episode.context)):
             episode.finish_reason = "length"
             return [], False
         episode.add_environment(new, is_new_context)
         return new, is_new_context
 
-    async def _next_tokens(self, bridge: Bridge, said: list[Message | Action], context: list[int]) -> tuple[list[int], bool]:
-        """See Bridge.next_tokens."""
+    async def _next_tokens(
+        self, template: TurnTemplate, said: list[Message | Action], context: list[int]
+    ) -> tuple[list[int], bool]:
+        """See TurnTemplate.next_tokens."""
         with _refusals():
-            if bridge.renders_anew:
-                return bridge.next_tokens(said, context)
-            text = bridge.next_text(said)
-        return bridge.after(said, await Encoded(bridge, text)), False
+            if template.renders_conversation:
+                return template.next_tokens(said, context)
+            text = template.next_text(said)
+        return template.after(said, await Encoding(template, text)), False
 
-    def _read(self, task: Task, completion: Completion, stops: Sequence[int]) -> Action:
-        """What the policy said and wants called."""
+    def _read(self, task: EpisodeTask, completion: Completion, stops: Sequence[int]) -> Action:
+        """Return the policy's turn with its calls."""
         ids = completion.ids.tolist()
         if ids and ids[-1] in stops:
             ids = ids[:-1]
@@ -242,14 +250,14 @@ class Player:
         read = [as_json(call) for call in parsed.calls]
         calls = tuple(each for each in read if isinstance(each, ToolCall))
         faults = (*(each for each in read if isinstance(each, Fault)), *parsed.faults)
-        if len(calls) > 1 and not task.bridge.has_several_calls:
+        if len(calls) > 1 and not task.template.has_several_calls:
             faults = (*faults, Fault("only one tool may be called in a turn; the others were not called"))
             calls = calls[:1]
         return Action(text, parsed.content, calls, faults, is_cut=completion.finish_reason == "length")
 
     def _shorten(self, turn: Turn, room: int | None, is_first: bool = False) -> None:
-        """Cut off what the turn's messages have over the limit; or, where there is none, over `room`, in which they cannot fit in any case:
-        gigabytes are not tokenised. The first messages are the question: they have no such limit."""
+        """Cut the turn's messages to the limit. Without a limit, cut them to `room`, which they cannot exceed anyway, so that gigabytes are
+        never tokenised. The first messages are the question and have no limit."""
         limit = None if is_first else self._limits.max_observation_tokens
         most = limit or room
         if most is not None:
@@ -268,7 +276,7 @@ class Player:
 
 
 class _Hosts:
-    """Hosts that are used for one episode after the other."""
+    """Hosts that serve one episode after the other."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -278,7 +286,7 @@ class _Hosts:
 
     @contextmanager
     def one(self, make: Make) -> Iterator[Host]:
-        """One that suits the environments that `make` makes."""
+        """Lend a host for the environments of `make`."""
         new = make_host(make, self._timeout_s)
         free = self._free[type(new)]
         if not free:
@@ -290,25 +298,26 @@ class _Hosts:
         free.append(host)
 
     def close(self, waits: bool) -> None:
-        """Close them all; those that are busy when they are done."""
+        """Close all hosts; a busy host closes after its call."""
         for host in self._all:
             if host in self._busy:
                 host.abandon()
             else:
                 host.close(waits=False)
-        for host in self._all if waits else ():
-            host.close()
+        if waits:
+            for host in self._all:
+                host.close()
 
 
 @functools.lru_cache(maxsize=8)
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """In characters. Kept, for a player is made for every step."""
+    """Return the length of the longest token in characters. Cached, because every step makes a player."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Messages that the chat template refuses are the environment's failure."""
+    """Turn messages that the chat template refuses into a failure of the environment."""
     try:
         yield
     except DataError as error:
@@ -316,7 +325,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _shown(action: Action) -> Message:
-    """The policy's turn as a message, to be read."""
+    """Return the policy's turn as a message, for people."""
     message: Message = {"role": "assistant", "content": action.text}
     if action.calls:
         message["tool_calls"] = [_call(call) for call in action.calls]

@@ -1,4 +1,4 @@
-"""Episodes in a training run: what the driver puts before its rollout workers and around its reward function."""
+"""Episodes in a training run: the driver wraps its rollout workers in `EpisodeRollout` and its reward function in `EpisodeRewards`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from lockstep.agents.recorded import Recorder
-from lockstep.agents.rows import Agent
+from lockstep.agents.agent import Agent
+from lockstep.agents.recording import Recorder
 from lockstep.protocol import DataProto
 from lockstep.rewards.outcome import Failure
 
 if TYPE_CHECKING:
-    from lockstep.config.ppo import PPOConfig
     from lockstep.config.sampling import SamplingParams
 
 
-def agent_of(config: PPOConfig) -> Agent:
-    """What the config says of episodes."""
-    model = config.actor_rollout_ref.model
-    kwargs = dict(config.data.apply_chat_template_kwargs)
-    side = None if config.data.truncation == "error" else config.data.truncation
-    return Agent(config.agent, str(model.path), model.trust_remote_code, kwargs, config.data.max_prompt_length, side)
-
-
 class EpisodeRollout:
-    """A group of rollout workers whose responses are episodes. With a `recorder`, what environments say in steps below `last_step` is
-    kept on disk."""
+    """A group of rollout workers whose responses are episodes. A `recorder` writes the environments' turns of steps below `last_step`."""
 
     reads: Sequence[str] | None = None
     """The object columns that are sent: all, since environments may read any."""
@@ -50,15 +40,15 @@ class EpisodeRollout:
         return episodes
 
     def record(self, episodes: DataProto, prompts: DataProto, step: int) -> None:
-        """Keep what environments said, if that is to be kept. A journal, which plays nothing again, calls it too."""
+        """Record the environments' turns if a recorder is set. A journal, which does not play episodes again, calls this too."""
         if self._recorder is not None and step < self._last_step:
             names = {"", *(name or "" for name in prompts.non_tensor_batch.get("environment", ()))}
             self._recorder.write(step, episodes, prompts, {name: self._agent.kind(name or None) for name in sorted(names)})
 
 
 class EpisodeRewards:
-    """A reward function for episodes: what the environment said of turns, and, where the environment leaves it to it, what `judge` says
-    of the policy's last turn. An episode that could not be played has no reward."""
+    """A reward function for episodes: the environment's rewards of turns, plus the score of `judge` for the policy's last turn if the
+    environment's class has `is_judged`. The reward of an episode that could not be played is missing."""
 
     def __init__(self, judge: Any, agent: Agent) -> None:
         self._judge = judge
@@ -77,12 +67,12 @@ class EpisodeRewards:
         return _Scoring(self._judge.begin(data.select_idxs(rows)), rows) if rows else None
 
     def _judged(self, data: DataProto) -> list[int]:
-        """The rows whose environments leave a reward to the judge."""
+        """Return the rows whose environments leave a reward to the judge."""
         names = data.non_tensor_batch.get("environment", [None] * len(data))
         return [row for row, name in enumerate(names) if self._agent.environment_class(name).is_judged]
 
     def __call__(self, data: DataProto, return_dict: bool = True, ragged: bool = True, scoring: Any = None) -> dict[str, Any]:
-        """As `trainer.ppo.rewards.score` reads it."""
+        """Return the dict that `trainer.ppo.rewards.score` reads."""
         told = data.non_tensor_batch["episode"]
         rewards = data.ragged("turn_rewards")
         result: dict[str, Any] = {"reward_extra_info": {}, "reward_parts": {}, "failures": [None] * len(data)}
@@ -102,26 +92,26 @@ class EpisodeRewards:
         return result | {"reward_tensor": rewards, "failures": failures, "reward_extra_info": extra}
 
     def close(self) -> None:
-        """End what the judge has started."""
+        """Close the judge."""
         if hasattr(self._judge, "close"):
             self._judge.close()
 
 
 class _Scoring:
-    """The scoring that a judge has begun, of these rows of the batch."""
+    """A judge's scoring of some rows of the batch."""
 
     def __init__(self, begun: Any, rows: Sequence[int]) -> None:
         self.begun = begun
         self._places = {row: place for place, row in enumerate(rows)}
 
     def add(self, row: int, response_ids: Any) -> None:
-        """The policy's last turn of a row is there."""
+        """Submit the policy's last turn of a row."""
         if row in self._places:
             self.begun.add(self._places[row], response_ids)
 
 
 def _spread(said: Any, rows: Sequence[int], count: int) -> Any:
-    """What was said of some rows, in lists for all: None for the others."""
+    """Spread lists for some rows to lists for all rows, with None for the others."""
     if isinstance(said, dict):
         return {name: _spread(values, rows, count) for name, values in said.items()}
     spread: list[Any] = [None] * count
@@ -131,7 +121,7 @@ def _spread(said: Any, rows: Sequence[int], count: int) -> Any:
 
 
 def _numbers(told: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """turns, calls, faults, and the numbers of `info`, of each episode: None where it has none. Validation makes means of them."""
+    """Return turns, calls, faults and the numbers of `info` of each episode, None if missing. Validation averages them."""
     named = [{name: episode[name] for name in ("turns", "calls", "faults")} | episode["info"] for episode in told]
     kept = {name for episode in named for name, value in episode.items() if isinstance(value, int | float)}
     missing = [episode["error"] is not None for episode in told]

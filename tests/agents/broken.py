@@ -23,10 +23,10 @@ from helpers.broken_environments import FAILS, WORKS, Broken
 from helpers.chat_model import save_chat_model
 from transformers import AutoModelForCausalLM
 
-from lockstep.agents.bridge import Bridge
+from lockstep.agents.chat_template import TurnTemplate
 from lockstep.agents.episode import Episode
 from lockstep.agents.parsers import PARSERS
-from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.play import EpisodeLimits, EpisodeTask, Player
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.engine import NativeRollout
@@ -35,15 +35,15 @@ from lockstep.utils.tokenizer import hf_tokenizer
 MARK = "LOCKSTEP_BROKEN_EPISODES"
 
 
-def make_player(folder: Path, environments: int, timeout_s: float) -> tuple[Player, Bridge]:
+def make_player(folder: Path, environments: int, timeout_s: float) -> tuple[Player, TurnTemplate]:
     """A tiny model, and what it needs to play."""
     save_chat_model(folder)
     tokenizer = hf_tokenizer(str(folder))
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NativeRollout.attention).eval()
     engine = NativeRollout(module, RolloutConfig(), tokenizer.pad_token_id, tokenizer.decode)
     sampling = SamplingParams(temperature=1.0, max_tokens=120, stop_token_ids=(tokenizer.eos_token_id,), seed=0)
-    limits = Limits(4, 8, None, environments, timeout_s, 100.0, 0)
-    return Player(engine, tokenizer, PARSERS["hermes"].parse, sampling, limits), Bridge(tokenizer, {})
+    limits = EpisodeLimits(4, 8, None, environments, timeout_s, 100.0, 0)
+    return Player(engine, tokenizer, PARSERS["hermes"].parse, sampling, limits), TurnTemplate(tokenizer, {})
 
 
 def kinds_of(count: int, share: float) -> list[str]:
@@ -54,10 +54,10 @@ def kinds_of(count: int, share: float) -> list[str]:
     return [kind for _, kind in mixed]
 
 
-def play(player: Player, bridge: Bridge, kinds: list[str], start: int = 0) -> list[Episode]:
+def play(player: Player, template: TurnTemplate, kinds: list[str], start: int = 0) -> list[Episode]:
     """An episode for each kind."""
     tasks = [
-        Task({"prompt": "?"}, [1, 2], (0, start + i, 0), start + i, Broken, {"how": kind}, bridge, {})
+        EpisodeTask({"prompt": "?"}, [1, 2], (0, start + i, 0), start + i, Broken, {"how": kind}, template, {})
         for i, kind in enumerate(kinds)
     ]
     return player.play(tasks)
@@ -111,10 +111,10 @@ def main() -> int:
     faults, seen, missing, started = list[str](), [resources()], Counter[str](), time.monotonic()
     kinds = kinds_of(args.count, 0.5)
     with tempfile.TemporaryDirectory() as folder:
-        player, bridge = make_player(Path(folder), args.environments, args.timeout)
+        player, template = make_player(Path(folder), args.environments, args.timeout)
         for start in range(0, args.count, args.block):
             block = kinds[start : start + args.block]
-            episodes = play(player, bridge, block, start)
+            episodes = play(player, template, block, start)
             faults += faults_of(block, episodes)
             missing.update(kind for kind, episode in zip(block, episodes, strict=True) if episode.error is not None)
             left = processes()

@@ -1,4 +1,4 @@
-"""The bridge on a folder of chat templates: `python -m tests.agents.public_templates FOLDER [--out FILE]`.
+"""The template on a folder of chat templates: `python -m tests.agents.public_templates FOLDER [--out FILE]`.
 
 For the 41 original templates of TRL's wheel: `pip download --no-deps trl`, unzip it, FOLDER is trl/chat_templates. Each has a tokenizer of
 bytes with the special tokens that it names. Says for each whether the tokens between turns are proven not to depend on the turns before,
@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.chat_templates import SCHEMAS, tokenizer_for
 
-from lockstep.agents.bridge import Bridge
+from lockstep.agents.chat_template import ConversationTemplate, TurnTemplate
 from lockstep.agents.environment import Action, Message
 from lockstep.agents.parsers import detect_parser
-from lockstep.agents.rendered import TemplateBridge
 from lockstep.data.conversations import ChatTemplate
 from lockstep.errors import LockstepError
 
@@ -34,10 +33,10 @@ def examine(template: str) -> dict[str, Any]:
     tokenizer = tokenizer_for(template)
     found: dict[str, Any] = {}
     for name, make in (
-        ("sampled", lambda: _proven(Bridge(tokenizer, {}))),
-        ("sampled_with_tools", lambda: _proven(Bridge(tokenizer, {}, SCHEMAS))),
-        ("template", lambda: _rendered(TemplateBridge(tokenizer, {}), tokenizer)),
-        ("template_with_tools", lambda: _proven(TemplateBridge(tokenizer, {}, SCHEMAS))),
+        ("sampled", lambda: _proven(TurnTemplate(tokenizer, {}))),
+        ("sampled_with_tools", lambda: _proven(TurnTemplate(tokenizer, {}, SCHEMAS))),
+        ("template", lambda: _rendered(ConversationTemplate(tokenizer, {}), tokenizer)),
+        ("template_with_tools", lambda: _proven(ConversationTemplate(tokenizer, {}, SCHEMAS))),
         ("parser", lambda: detect_parser(template)),
     ):
         try:
@@ -47,17 +46,17 @@ def examine(template: str) -> dict[str, Any]:
     return found
 
 
-def _proven(bridge: Bridge) -> str:
-    return "tools in the template's form" if bridge.has_tools else "yes"
+def _proven(template: TurnTemplate) -> str:
+    return "tools in the template's form" if template.has_tools else "yes"
 
 
-def _rendered(bridge: TemplateBridge, tokenizer: Any) -> str:
+def _rendered(template: ConversationTemplate, tokenizer: Any) -> str:
     """The policy must see what the template writes, in the same context or a new one."""
-    end = min(bridge.end_ids) if bridge.end_ids else tokenizer.eos_token_id
-    context = [*bridge.start([ASKS]), *tokenizer.encode("alpha", add_special_tokens=False), end]
-    new, is_new = bridge.next_tokens([ASKS, Action("alpha", "alpha"), MORE], context)
+    end = min(template.end_ids) if template.end_ids else tokenizer.eos_token_id
+    context = [*template.start([ASKS]), *tokenizer.encode("alpha", add_special_tokens=False), end]
+    new, is_new = template.next_tokens([ASKS, Action("alpha", "alpha"), MORE], context)
     seen = tokenizer.decode(new if is_new else context + new)
-    answer = {"role": "assistant", "content": f"{bridge._begun}alpha"}
+    answer = {"role": "assistant", "content": f"{template._begun}alpha"}
     assert seen == ChatTemplate(tokenizer, {}).render([ASKS, answer, MORE], add_generation_prompt=True), seen
     return "a new context" if is_new else "goes on"
 

@@ -20,8 +20,8 @@ def test_none_is_lost_without_a_count_and_no_process_is_left(tmp_path, monkeypat
         "prints",
         "bad_close",
     ]
-    player, bridge = broken.make_player(tmp_path, environments=2, timeout_s=20.0)
-    episodes = broken.play(player, bridge, kinds)
+    player, template = broken.make_player(tmp_path, environments=2, timeout_s=20.0)
+    episodes = broken.play(player, template, kinds)
     assert broken.faults_of(kinds, episodes) == []
     assert broken.processes() == []
     huge = episodes[kinds.index("huge")]

@@ -12,8 +12,8 @@ import pytest
 from helpers.environments import Connects
 
 from lockstep.agents import Action, Environment, Tool, ToolCall, ToolEnvironment, Turn, hosts, shipped_tools
-from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, checked, make_host
-from lockstep.agents.named_tools import configured_tools, default_environment
+from lockstep.agents.agent import configured_tools, default_environment
+from lockstep.agents.hosts import EnvironmentFailed, LoopHost, ProcessHost, ThreadHost, check_turn, make_host
 from lockstep.config.agent import AgentConfig
 from lockstep.judging.sandbox import Result
 from lockstep.utils.files import load_object
@@ -300,7 +300,7 @@ def test_a_turn_has_pythons_own_numbers_and_text_whatever_the_environment_comput
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     info = {"f": np.float32(0.25), "i": np.int64(3), "one": np.array([2.0]), "several": np.arange(3), 7: {"deep": np.bool_(True)}}
     given = Turn([{"role": "user", "content": parts}], np.float32(0.5), np.bool_(False), info)
-    turn = checked(given)
+    turn = check_turn(given)
     assert turn is given  # what is cut from it later is held by nobody
     assert (turn.messages, turn.reward, turn.done) == ([{"role": "user", "content": "a b"}], 0.5, False)
     assert turn.info == {"f": 0.25, "i": 3, "one": 2.0, "several": "array([0, 1, 2])", "7": {"deep": True}}
@@ -329,12 +329,12 @@ CIRCLE["self"] = CIRCLE
 )
 def test_what_cannot_be_shown_or_recorded_is_the_environments_failure(turn, message):
     with pytest.raises(EnvironmentFailed, match=message):
-        checked(turn)
+        check_turn(turn)
 
 
 def test_reset_must_begin_an_episode():
     first = [{"role": "user", "content": "?"}]
     for turn in (Turn(), Turn(first, done=True), Turn(first, reward=1.0)):
         with pytest.raises(EnvironmentFailed, match="the policy has said nothing yet"):
-            checked(turn, is_first=True)
-    assert checked(Turn(first, reward=0.0), is_first=True).messages == first
+            check_turn(turn, is_first=True)
+    assert check_turn(Turn(first, reward=0.0), is_first=True).messages == first

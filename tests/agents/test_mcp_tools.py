@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from lockstep.agents import Action, ToolCall, ToolEnvironment, ToolError
+from lockstep.agents.agent import configured_tools
 from lockstep.agents.hosts import EnvironmentFailed, ProcessHost
 from lockstep.agents.mcp_tools import mcp_tools
-from lockstep.agents.named_tools import configured_tools
 from lockstep.config.agent import AgentConfig
 from lockstep.errors import ConfigError, MissingExtra
 

@@ -13,7 +13,7 @@ import torch
 from helpers import environments
 from lockstep.agents.episode import MISSING, Episode
 from lockstep.agents.parsers import PARSERS
-from lockstep.agents.play import Limits, Player, Task
+from lockstep.agents.play import EpisodeLimits, EpisodeTask, Player
 from lockstep.config.sampling import SamplingParams
 from lockstep.workers.rollout.request import Completion
 from lockstep.workers.rollout.sampling import request_keys, sample, uniforms
@@ -91,12 +91,14 @@ class Fed:
 class Case:
     """Environments, budgets and timing by chance."""
 
-    def __init__(self, seed: int, folder: Path, bridges) -> None:
+    def __init__(self, seed: int, folder: Path, templates) -> None:
         chance = self.chance = random.Random(seed)
-        self.folder, self.bridge = folder, chance.choice(bridges)
+        self.folder, self.template = folder, chance.choice(templates)
         self.max_tokens = chance.choice([30, 150, 400])
         self.turn_tokens, self.max_turns = chance.choice([None, 1, 7, 12]), chance.randint(1, 6)
-        self.limits = Limits(self.max_turns, self.turn_tokens, chance.choice([None, 3, 20]), chance.randint(1, 6), 30.0, 100.0, 1)
+        self.limits = EpisodeLimits(
+            self.max_turns, self.turn_tokens, chance.choice([None, 3, 20]), chance.randint(1, 6), 30.0, 100.0, 1
+        )
         self.plans = [self._plan(i) for i in range(chance.randint(2, 6))]
 
     def _plan(self, number: int) -> dict:
@@ -112,13 +114,13 @@ class Case:
         sampling = SamplingParams(
             temperature=temperature, max_tokens=self.max_tokens, stop_token_ids=(tokenizer.eos_token_id,), seed=SEED
         )
-        limits = Limits(*(changes.get(name, getattr(self.limits, name)) for name in Limits.__dataclass_fields__))
+        limits = EpisodeLimits(*(changes.get(name, getattr(self.limits, name)) for name in EpisodeLimits.__dataclass_fields__))
         return Player(engine, tokenizer, PARSERS["hermes"].parse, sampling, limits).play(tasks)
 
-    def _task(self, plan: dict, delay: float, folder: Path) -> Task:
+    def _task(self, plan: dict, delay: float, folder: Path) -> EpisodeTask:
         number = plan["number"]
         kwargs = {"turns": plan["turns"], "delay": delay, "fails": plan["fails"], "marker": str(folder / str(number))}
-        return Task({"prompt": "?"}, [1, 2], (3, number, number), number * 7, plan["make"], kwargs, self.bridge, {})
+        return EpisodeTask({"prompt": "?"}, [1, 2], (3, number, number), number * 7, plan["make"], kwargs, self.template, {})
 
     def check(self, model, episodes: list[Episode], fed: Fed, temperature: float, within: float = 5e-5) -> None:
         """All that holds for any of them."""

@@ -1,4 +1,4 @@
-"""Episodes with real vLLM: the same bridge, its own prefix cache."""
+"""Episodes with real vLLM: the same template, its own prefix cache."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,7 @@ from helpers.run import roles, train
 from helpers.vllm_engines import CPU, needs_vllm
 from transformers import AutoModelForCausalLM
 
-from lockstep.agents.bridge import Bridge
-from lockstep.agents.rendered import TemplateBridge
+from lockstep.agents.chat_template import ConversationTemplate, TurnTemplate
 from lockstep.backends.vllm.engine import VLLMRollout
 from lockstep.config import load_config
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -51,7 +50,7 @@ def test_episodes_are_those_of_the_native_engine(vllm_engine, chat_model, tokeni
     model = AutoModelForCausalLM.from_pretrained(chat_model, attn_implementation="eager").eval()
     module = AutoModelForCausalLM.from_pretrained(chat_model, attn_implementation=NativeRollout.attention).eval()
     native = NativeRollout(module, RolloutConfig(), tokenizer.pad_token_id, tokenizer.decode)
-    case, fed = Case(seed, tmp_path, [Bridge(tokenizer, {}), TemplateBridge(tokenizer, {})]), Fed(vllm_engine)
+    case, fed = Case(seed, tmp_path, [TurnTemplate(tokenizer, {}), ConversationTemplate(tokenizer, {})]), Fed(vllm_engine)
     episodes = case.play(fed, tokenizer, temperature=0.0, delay=0.01)
     case.check(model, episodes, fed, temperature=0.0, within=1e-4)
     assert [plain(e) for e in case.play(native, tokenizer, temperature=0.0, delay=0.0)] == [plain(e) for e in episodes]

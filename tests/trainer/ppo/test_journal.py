@@ -14,8 +14,8 @@ import pytest
 import torch
 from helpers.run import make_trainer, roles
 
-from lockstep.agents.recorded import Recorder
-from lockstep.agents.rows import Agent
+from lockstep.agents.agent import Agent
+from lockstep.agents.recording import Recorder
 from lockstep.agents.training import EpisodeRollout
 from lockstep.config import load_config
 from lockstep.config.sampling import SamplingParams

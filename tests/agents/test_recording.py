@@ -13,7 +13,7 @@ import pytest
 from helpers import environments
 
 from lockstep.agents import Action
-from lockstep.agents.recorded import Recorder, recorded_class
+from lockstep.agents.recording import Recorder, recorded_class
 from lockstep.errors import DataError
 from lockstep.protocol import DataProto
 from lockstep.tools.replay import capsule as capsule_command

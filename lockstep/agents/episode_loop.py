@@ -1,13 +1,13 @@
-"""Driver: many coroutines on one thread, which wait for the engine, for environments and for the tokenizer.
+"""EpisodeLoop: many coroutines on one thread. They wait for the engine, for environments and for the tokenizer.
 
 ```text
-await Asked(request)         -> (index, completion)   the engine's passes run between two rounds of coroutines
+await EngineCall(request)         -> (index, completion)   the engine's passes run between two rounds of coroutines
 await host.stepping(action)  -> Turn                  environments run elsewhere (hosts.py)
-await Encoded(bridge, text)  -> token ids             all texts of one round at once, on all processors
+await Encoding(template, text)  -> token ids             all texts of one round at once, on all processors
 ```
 
-One thread, because the interpreter runs one at a time anyway: with a thread for each episode the passes, which launch hundreds of kernels,
-would ask for the interpreter after each of them, and wait for all others. Not asyncio, whose loop may be running in this thread already.
+One thread, because the interpreter runs one at a time anyway: with a thread per episode, the passes would wait for all other threads after
+each of the hundreds of kernels that they launch. Not asyncio, whose loop may already run in this thread.
 """
 
 import queue
@@ -16,70 +16,70 @@ from collections import defaultdict, deque
 from collections.abc import Coroutine, Generator, Iterator
 from typing import Any
 
-from lockstep.agents.bridge import Bridge
-from lockstep.agents.hosts import Waited
+from lockstep.agents.chat_template import TurnTemplate
+from lockstep.agents.hosts import EnvironmentCall
 from lockstep.workers.rollout.request import Completion, Request
 from lockstep.workers.rollout.stream import Stream
 
 Play = Coroutine[Any, Any, Any]
 _AT_ONCE = 16
-"""Coroutines that go on between two passes: when a whole batch ends a turn at once, the device has the first of them to compute while the
+"""Coroutines that run between two passes: when a whole batch ends a turn at once, the device computes for the first of them while the
 interpreter is busy with the next."""
 
 
 _PATIENCE_S, _QUICK_S = 2e-3, 10e-3
-"""How long the answers of environments that were called just now are waited for, so that they are computed together, while environments
-take no longer than that."""
+"""How long to wait for environments that were just called, so that their turns are computed together; only while environments answer
+within _QUICK_S."""
 
 
-class Asked:
-    """A request to the engine; awaited, its index in the stream and its completion."""
+class EngineCall:
+    """A request to the engine. Awaiting it gives its index in the stream and its completion."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.completion: Completion | None = None
 
-    def __await__(self) -> Generator["Asked", None, tuple[int, Completion]]:
+    def __await__(self) -> Generator["EngineCall", None, tuple[int, Completion]]:
         yield self
         assert self.completion is not None
         return self.completion.index, self.completion
 
 
-class Encoded:
-    """Text to be encoded; awaited, its token ids."""
+class Encoding:
+    """A text to encode. Awaiting it gives its token ids."""
 
-    def __init__(self, bridge: Bridge, text: str) -> None:
-        self.bridge = bridge
+    def __init__(self, template: TurnTemplate, text: str) -> None:
+        self.template = template
         self.text = text
         self.ids: list[int] = []
 
-    def __await__(self) -> Generator["Encoded", None, list[int]]:
+    def __await__(self) -> Generator["Encoding", None, list[int]]:
         yield self
         return self.ids
 
 
-class Driver:
-    """Runs coroutines on a stream, which only it calls `next` of."""
+class EpisodeLoop:
+    """Runs coroutines on a stream. Only this object calls the stream's `next`."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.idle_s = 0.0
-        """How long nothing was asked of the engine."""
+        """How long the engine had no request."""
         self._idle_since = time.monotonic()
-        self._asked: dict[int, tuple[Play, Asked]] = {}
-        self._called: dict[Play, Waited] = {}
-        self._answered: queue.SimpleQueue[tuple[Play, Waited]] = queue.SimpleQueue()
-        """Those of `_called` whose environments have answered, and what was too late. Other threads put them there."""
+        self._asked: dict[int, tuple[Play, EngineCall]] = {}
+        self._called: dict[Play, EnvironmentCall] = {}
+        self._answered: queue.SimpleQueue[tuple[Play, EnvironmentCall]] = queue.SimpleQueue()
+        """Calls that have ended, late ones included. Other threads put them there."""
         self._just_called: set[Play] = set()
-        """Those of `_called` whose environments were called since the last pass."""
+        """Coroutines in `_called` whose environments were called since the last pass."""
         self._is_quick = True
-        """Whether the environment that answered last was quick."""
-        self._texts: list[tuple[Play, Encoded]] = []
+        """Whether the last environment that answered was quick."""
+        self._texts: list[tuple[Play, Encoding]] = []
         self._completions: deque[Completion] = deque()
         self._running: set[Play] = set()
 
     def run(self, plays: Iterator[Play], at_once: int) -> None:
-        """Run all of them, `at_once` at a time. Raises what one of them raises; then the others are closed."""
+        """Run all coroutines, `at_once` at a time. Raise the error of a coroutine after closing the others."""
         try:
             while self._start(plays, at_once):
                 self._take_completions()
@@ -93,7 +93,7 @@ class Driver:
             self._note_idle()
 
     def _start(self, plays: Iterator[Play], at_once: int) -> bool:
-        """Begin as many as may run; returns whether there are any."""
+        """Start as many coroutines as may run; return whether any run."""
         while len(self._running) < at_once and (play := next(plays, None)) is not None:
             self._running.add(play)
             self._go_on(play)
@@ -108,13 +108,13 @@ class Driver:
             if not isinstance(error, StopIteration):
                 raise
             return
-        if isinstance(wanted, Asked):
+        if isinstance(wanted, EngineCall):
             self._note_idle()
             self._asked[self.stream.add(wanted.request)] = play, wanted
-        elif isinstance(wanted, Encoded):
+        elif isinstance(wanted, Encoding):
             self._texts.append((play, wanted))
         else:
-            assert isinstance(wanted, Waited)
+            assert isinstance(wanted, EnvironmentCall)
             self._called[play] = wanted
             self._just_called.add(play)
             wanted.future.add_done_callback(lambda _: self._answered.put((play, wanted)))
@@ -125,14 +125,14 @@ class Driver:
             self._idle_since = time.monotonic()
 
     def _note(self, answer: object) -> None:
-        """Take in what the pass has brought."""
+        """Collect the completions of a pass."""
         while answer is not None:
             if isinstance(answer, Completion):
                 self._completions.append(answer)
             answer = self.stream.next(0.0) if self.stream.has_answers else None
 
     def _take_completions(self) -> None:
-        """Go on with those that the engine has answered."""
+        """Resume the coroutines whose completions have come."""
         for _ in range(min(_AT_ONCE, len(self._completions))):
             completion = self._completions.popleft()
             play, asked = self._asked.pop(completion.index)
@@ -142,7 +142,7 @@ class Driver:
             self._go_on(play)
 
     def _take_answers(self) -> None:
-        """Go on with those whose environments have answered or are late. Waits for one where there is nothing else to do."""
+        """Resume the coroutines whose environments have answered or are late. Wait for one of them if there is nothing else to do."""
         if self._called and not (self._asked or self._texts):
             ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
             self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
@@ -165,18 +165,18 @@ class Driver:
         except queue.Empty:
             return
         self._is_quick = waited.seconds < _QUICK_S
-        if self._called.get(play) is waited:  # else its deadline was before, and the episode has gone on without it
+        if self._called.get(play) is waited:  # else its deadline has passed and the episode was resumed
             del self._called[play]
             self._go_on(play)
 
     def _encode(self) -> None:
         texts = self._texts
         self._texts = []
-        groups: dict[int, list[Encoded]] = defaultdict(list)
+        groups: dict[int, list[Encoding]] = defaultdict(list)
         for _, encoded in texts:
-            groups[id(encoded.bridge.tokenizer)].append(encoded)
+            groups[id(encoded.template.tokenizer)].append(encoded)
         for group in groups.values():
-            for encoded, ids in zip(group, group[0].bridge.encode([one.text for one in group]), strict=True):
+            for encoded, ids in zip(group, group[0].template.encode([one.text for one in group]), strict=True):
                 encoded.ids = ids
         for play, _ in texts:
             self._go_on(play)

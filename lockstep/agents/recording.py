@@ -1,15 +1,15 @@
-"""What environments said, on disk: a run writes it, `lockstep replay` plays the episodes again from it, without the environments.
+"""Recorded turns of environments: a run writes them, and `lockstep replay` plays the episodes again without the environments.
 
 ```text
 RUN/episodes/12.jsonl.gz   the 12th batch of prompts, an episode a line
-  index, sample, seed      which it is
+  index, sample, seed      the episode's key
   messages                 the conversation
   heard                    turn by turn: how many of the messages, reward, done, info, faults
   error, retries, ...      see Episode.told
-RUN/episodes/kinds.json    what the policy was told of tools, and who judges
+RUN/episodes/kinds.json    the tools that the policy was shown, and whether the reward function judges
 ```
 
-Sampling depends on keys alone, so the policy says again what it said, and the recorded answers fit.
+Sampling depends on keys alone, so the policy repeats its turns and the recorded answers fit.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Recorder:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._last: int | None = None
-        self._kinds: dict[str, Any] = {}  # those of earlier steps too, which a run that goes on may not see again
+        self._kinds: dict[str, Any] = {}  # of earlier steps too, which a resumed run may not see again
         with contextlib.suppress(FileNotFoundError, ValueError):
             self._kinds = json.loads((self._folder / KINDS).read_text())
 
     def write(self, number: int, episodes: DataProto, prompts: DataProto, kinds: Mapping[str, Any]) -> None:
-        """The episodes of batch `number`, and what `recorded_class` needs of each environment, by its name.
+        """Write the episodes of batch `number`, and what `recorded_class` needs of each environment, by name.
 
-        What there is from before, of a step that is done again, is replaced; a second time by this recorder is a second set for the same
-        prompts (that of a greedy baseline), and is added.
+        A file from before, of a step that is repeated, is replaced. A second call for the same batch appends: a greedy baseline plays the
+        same prompts again.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         known = self._kinds | json.loads(json.dumps(dict(kinds), default=str))
@@ -68,31 +68,31 @@ class Recorder:
 
 
 class RecordedEnvironment(Environment):
-    """Says what was said then, in an episode with the same index, sample and seed."""
+    """Repeats the turns of the recorded episode with the same index, sample and seed."""
 
     is_quick = True
     file: str
 
     def __init__(self, **_: Any) -> None:
-        """Arguments are those of the environment whose part this plays."""
+        """Take any arguments, like the environment that was recorded."""
         self._turns: Iterator[Turn] = iter(())
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
-        """The first messages. An episode whose environment failed fails again, as often."""
-        told = _shelf(self.file).take((int(row["index"]), int(row["sample"]), seed))
+        """Return the first messages. An episode whose environment failed fails again, as often."""
+        told = _store(self.file).take((int(row["index"]), int(row["sample"]), seed))
         self._turns = _turns(told)
         return next(self._turns)
 
     def step(self, action: Action) -> Turn:
-        """The next answer."""
+        """Return the next turn."""
         turn = next(self._turns, None)
         if turn is None:
             raise DataError(f"{self.file}: the episode has more turns than were recorded: the policy is not the one that played it")
         return turn
 
 
-class _Shelf:
-    """The recorded episodes of a file; each is taken once, in the order of the file."""
+class _Store:
+    """The recorded episodes of a file; each is taken once, in the file's order."""
 
     def __init__(self, file: str) -> None:
         self._left: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
@@ -105,7 +105,7 @@ class _Shelf:
                 self._left[told["index"], told["sample"], told["seed"]].append(told)
 
     def take(self, key: tuple[int, int, int]) -> dict[str, Any]:
-        """Raises as the environment did, as often as it did."""
+        """Return the next episode of a key. Raise as the environment did, as often as it did."""
         with self._lock:
             if not self._left[key]:
                 raise DataError(f"no episode was recorded for the prompt {key[0]}, sample {key[1]} with the seed {key[2]}")
@@ -122,16 +122,16 @@ class _Shelf:
 
 
 def recorded_class(file: str, name: str | None) -> type[Environment]:
-    """The class that plays the part of the environment `name` (None: that of the configuration), from a file of `lockstep replay`.
+    """Return the class that repeats the environment `name` (None: the configuration's) from a file of `lockstep replay`.
 
-    Raises DataError where the file has none of that name.
+    Raise DataError if the file has no such environment.
     """
     return _class(file, name or "")
 
 
 @functools.cache
 def _class(file: str, name: str) -> type[Environment]:
-    kinds = _shelf(file).kinds
+    kinds = _store(file).kinds
     if name not in kinds:
         raise DataError(f"{file} has no episodes of the environment {name!r}; it has {sorted(kinds)}")
     tools = tuple(Tool(schema["function"]["name"], schema, _uncalled) for schema in kinds[name]["tools"])
@@ -140,15 +140,15 @@ def _class(file: str, name: str) -> type[Environment]:
 
 
 @functools.cache
-def _shelf(file: str) -> _Shelf:
+def _store(file: str) -> _Store:
     try:
-        return _Shelf(file)
+        return _Store(file)
     except (OSError, ValueError, LookupError, StopIteration) as error:
         raise DataError(f"agent.recorded={file} cannot be read: {error!r}; lockstep replay writes such a file") from error
 
 
 def _turns(told: Mapping[str, Any]) -> Iterator[Turn]:
-    """The environment's side of a conversation: its messages stand between those of the policy."""
+    """Yield the environment's turns of a conversation: its messages stand between the policy's."""
     start = 0
     for heard in told["heard"]:
         end = start + heard["messages"]

@@ -1,7 +1,7 @@
 import pytest
 
 from lockstep.agents import ToolEnvironment
-from lockstep.agents.named_tools import ShippedTools, configured_tools, default_environment
+from lockstep.agents.agent import ShippedTools, configured_tools, default_environment
 from lockstep.config.agent import AgentConfig
 from lockstep.errors import ConfigError
 

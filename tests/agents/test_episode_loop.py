@@ -8,9 +8,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from lockstep.agents import driver
-from lockstep.agents.driver import Asked, Driver, Encoded
-from lockstep.agents.hosts import EnvironmentFailed, ThreadHost, Waited
+from lockstep.agents import episode_loop
+from lockstep.agents.episode_loop import Encoding, EngineCall, EpisodeLoop
+from lockstep.agents.hosts import EnvironmentCall, EnvironmentFailed, ThreadHost
 from lockstep.workers.rollout.request import Completion, Request
 
 REQUEST = Request(torch.tensor([1]), (0, 0, 0))
@@ -44,7 +44,7 @@ class FakeStream:
         return self.answers.popleft() if self.answers else None
 
 
-class FakeBridge:
+class FakeTemplate:
     tokenizer = "one"
 
     def __init__(self):
@@ -61,16 +61,16 @@ def request(passes):
 
 def test_every_coroutine_gets_its_own_answers_however_many_run_at_once():
     for at_once in (1, 3, 100):
-        stream, bridge, found = FakeStream(), FakeBridge(), {}
+        stream, template, found = FakeStream(), FakeTemplate(), {}
 
-        async def play(number, bridge=bridge, found=found):
-            ids = await Encoded(bridge, "x" * number)
-            index, completion = await Asked(request(1 + number % 3))
+        async def play(number, template=template, found=found):
+            ids = await Encoding(template, "x" * number)
+            index, completion = await EngineCall(request(1 + number % 3))
             found[number] = ids, index == completion.index
 
-        Driver(stream).run((play(number) for number in range(40)), at_once)
+        EpisodeLoop(stream).run((play(number) for number in range(40)), at_once)
         assert found == {number: ([number], True) for number in range(40)}
-        assert max(map(len, bridge.batches)) == min(at_once, 40)  # texts that are there together are encoded together
+        assert max(map(len, template.batches)) == min(at_once, 40)  # texts that are there together are encoded together
         assert max(stream.passes) <= at_once
 
 
@@ -78,10 +78,10 @@ def test_when_a_whole_batch_ends_a_turn_the_first_are_computed_while_others_wait
     stream = FakeStream()
 
     async def play():
-        await Asked(request(1))
-        await Asked(request(1))
+        await EngineCall(request(1))
+        await EngineCall(request(1))
 
-    Driver(stream).run((play() for _ in range(64)), 64)
+    EpisodeLoop(stream).run((play() for _ in range(64)), 64)
     assert stream.passes == [64, 16, 16, 16, 16]
 
 
@@ -90,24 +90,24 @@ def test_an_environment_that_is_late_is_left_and_its_answer_is_taken_for_no_othe
 
     async def play():
         with pytest.raises(EnvironmentFailed, match="did not answer"):
-            await Waited(host, late, 0.01)
+            await EnvironmentCall(host, late, 0.01)
         following = Future()
         late.set_result("too late")
         heard.append("waits")
-        following_call = Waited(host, following, None)
+        following_call = EnvironmentCall(host, following, None)
         other.append(following)
         heard.append(await following_call)
 
     async def answers():
         while not other:
-            await Asked(request(1))
+            await EngineCall(request(1))
         for _ in range(3):
-            await Asked(request(1))
+            await EngineCall(request(1))
         assert heard == ["waits"]
         other[0].set_result("in time")
 
     other: list[Future] = []
-    Driver(FakeStream()).run(iter([play(), answers()]), 2)
+    EpisodeLoop(FakeStream()).run(iter([play(), answers()]), 2)
     assert heard == ["waits", "in time"]
 
 
@@ -116,39 +116,39 @@ def test_what_one_raises_ends_the_run_and_closes_the_others():
 
     async def waits():
         try:
-            await Asked(request(1000))
+            await EngineCall(request(1000))
         finally:
             closed.append(True)
 
     async def breaks():
-        await Asked(request(2))
+        await EngineCall(request(2))
         raise RuntimeError("a fault of ours")
 
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        Driver(FakeStream()).run(iter([waits(), breaks(), waits()]), 3)
+        EpisodeLoop(FakeStream()).run(iter([waits(), breaks(), waits()]), 3)
     assert closed == [True, True]
 
 
 def test_environments_that_answer_at_once_are_computed_together(monkeypatch):
-    monkeypatch.setattr(driver, "_PATIENCE_S", 60.0)
-    monkeypatch.setattr(driver, "_QUICK_S", 60.0)
-    stream, bridge = FakeStream(), FakeBridge()
+    monkeypatch.setattr(episode_loop, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(episode_loop, "_QUICK_S", 60.0)
+    stream, template = FakeStream(), FakeTemplate()
 
     async def play(number):
-        await Asked(request(1))
-        await Waited(ThreadHost(60.0), answered_soon(), None)
-        await Encoded(bridge, "x" * number)
-        await Asked(request(1))
+        await EngineCall(request(1))
+        await EnvironmentCall(ThreadHost(60.0), answered_soon(), None)
+        await Encoding(template, "x" * number)
+        await EngineCall(request(1))
 
-    Driver(stream).run((play(number) for number in range(9)), 9)
-    assert [len(batch) for batch in bridge.batches] == [9]
+    EpisodeLoop(stream).run((play(number) for number in range(9)), 9)
+    assert [len(batch) for batch in template.batches] == [9]
     assert stream.passes == [9, 9]
 
 
 def test_passes_go_on_while_slow_environments_are_waited_for(monkeypatch):
     """Nobody is quick here: with patience, this would take minutes."""
-    monkeypatch.setattr(driver, "_PATIENCE_S", 60.0)
-    monkeypatch.setattr(driver, "_QUICK_S", 0.0)
+    monkeypatch.setattr(episode_loop, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(episode_loop, "_QUICK_S", 0.0)
     futures = [Future() for _ in range(3)]
 
     class Answering(FakeStream):
@@ -160,14 +160,14 @@ def test_passes_go_on_while_slow_environments_are_waited_for(monkeypatch):
     stream = Answering()
 
     async def play(number):
-        await Waited(ThreadHost(60.0), answered_soon(), None)
+        await EnvironmentCall(ThreadHost(60.0), answered_soon(), None)
         if number < 3:
-            await Waited(ThreadHost(60.0), futures[number], None)
+            await EnvironmentCall(ThreadHost(60.0), futures[number], None)
         else:
-            await Asked(request(30))
+            await EngineCall(request(30))
 
     started = time.monotonic()
-    Driver(stream).run((play(number) for number in (3, 0, 1, 2)), 4)
+    EpisodeLoop(stream).run((play(number) for number in (3, 0, 1, 2)), 4)
     assert len(stream.passes) == 30
     assert time.monotonic() - started < 60.0
 
