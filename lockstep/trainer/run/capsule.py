@@ -166,7 +166,7 @@ def _rows(dataset: Any, schedule: PromptSchedule, positions: range, left_out: li
 
 
 def _episodes(folder: Path, positions: range, left_out: list[int]) -> dict[str, Any] | None:
-    """What environments said (lockstep/agents/recorded.py) of the batches at these positions; None where nothing was recorded."""
+    """What environments said (lockstep/agents/recording.py) of the batches at these positions; None where nothing was recorded."""
     files = [folder / f"{batch_at(position, left_out) + 1}.jsonl.gz" for position in positions]
     lines = [line for file in files if file.is_file() for line in gzip.decompress(file.read_bytes()).decode().splitlines()]
     return {"kinds": json.loads((folder / "kinds.json").read_text()), "played": list(map(json.loads, lines))} if lines else None
