@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RefModelConfig, SamplingConfig
 from lockstep.config.check import above, at_home, at_least, auto_or_bool, in_range
-from lockstep.config.engine import OptimConfig
+from lockstep.config.engine import ModelConfig, OptimConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import stage_optim
 from lockstep.errors import ConfigError
@@ -73,6 +73,11 @@ class DistillConfig(SFTConfig):
     def longest(self) -> int:
         """Tokens of the longest row: a sampled answer may follow the longest prompt."""
         return self.data.max_length + (self.distill.max_response_length if self.distill.on_policy_share else 0)
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The student and the teacher."""
+        return [self.model, self.policy().reference_model]
 
     def policy(self, sampling: SamplingConfig | None = None) -> ActorRolloutRefConfig:
         ref = RefConfig(model=RefModelConfig(self.teacher.path), param_offload=self.teacher.param_offload)

@@ -9,6 +9,7 @@ from lockstep.config.algorithm import AlgorithmConfig
 from lockstep.config.check import tokens_in_words
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import EMBEDDED, DataConfig
+from lockstep.config.engine import ModelConfig
 from lockstep.config.identity import default_name
 from lockstep.config.reward import RewardConfig, RewardModelConfig
 from lockstep.config.sampling import SamplingParams
@@ -68,6 +69,16 @@ class PPOConfig:
         """Whether a reference policy is needed: when a KL term is on, or the advantages are the distance to it."""
         with_kl = self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
         return with_kl or self.algorithm.adv_estimator == "distill"
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The models that read whole rows: the policy's, the reference's and the critic's, if the run has them."""
+        models = [self.actor_rollout_ref.model]
+        if self.use_reference:
+            models.append(self.actor_rollout_ref.reference_model)
+        if self.use_critic and self.critic.model.path:
+            models.append(self.critic.model)
+        return models
 
     @property
     def actor_mini_batch_prompts(self) -> int:

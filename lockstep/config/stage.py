@@ -117,6 +117,11 @@ class StageConfig:
         """Whether the run has more than one process, which only Ray starts."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes > 1
 
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The models that read whole rows."""
+        return [self.model]
+
     def check_longest(self, key: str, longest: int) -> None:
         """Raise ConfigError unless a micro-batch holds a row of `longest` tokens, the value of `key`."""
         budget = self.engine.max_token_len_per_gpu

@@ -135,7 +135,7 @@ def _show_prompts(options: argparse.Namespace) -> int:
     for position in range(min(options.rows, len(dataset))):
         item = dataset[position]
         say(f"--- row {item['index']}: {len(item['prompt_ids'])} tokens, data_source {item.get('data_source')}")
-        say(tokenizer.decode(item["prompt_ids"]) + "\n")
+        say(f"{tokenizer.decode(item['prompt_ids'])}\n")
     say(f"{len(dataset)} rows")
     return 0
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.checkpoint.lock import check_folder
-from lockstep.config import follow
+from lockstep.config import PPOConfig, follow
 from lockstep.config.load import of_layers, read_layers
 from lockstep.config.presets import FIRST_RUN, first_run_in_words, first_stage_in_words
-from lockstep.config.stage import StageConfig
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
 from lockstep.observability.display import is_live_terminal
@@ -27,6 +26,7 @@ from lockstep.utils.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.config.engine import ModelConfig
+    from lockstep.config.stage import StageConfig
     from lockstep.trainer.stage_run import StageRun
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -100,7 +100,7 @@ def read_run(
     for layer in layers:
         if layer.origin == FIRST_RUN:
             leave_terminal()  # keys that are to be copied are not wrapped
-            is_stage = issubclass(root, StageConfig)
+            is_stage = root is not PPOConfig
             say(first_stage_in_words(dict(layer.values)) if is_stage else first_run_in_words(algorithm), flush=True)
         elif layer.origin == follow.ORIGIN:
             say(follow.in_words(dict(layer.values)), flush=True)

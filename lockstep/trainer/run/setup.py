@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
-from lockstep.config.distill import DistillConfig
 from lockstep.config.engine import EngineChoice, ModelConfig
 from lockstep.config.follow import for_context
 from lockstep.config.load import fitted
 from lockstep.config.reward import JudgeConfig
-from lockstep.config.sft import SFTConfig
-from lockstep.config.stage import StageConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observability.spans import progress
 
 if TYPE_CHECKING:
+    from lockstep.config.sft import SFTConfig
+    from lockstep.config.stage import StageConfig
     from lockstep.trainer.sft.sampled import SampledAnswers
 
-Run = TypeVar("Run", PPOConfig, StageConfig, SFTConfig, DistillConfig)
+Config = TypeVar("Config", bound="PPOConfig | StageConfig")
 
 
 def with_embedded_task(config: PPOConfig) -> PPOConfig:
@@ -88,19 +87,13 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
         raise
 
 
-def fitted_to_models(config: Run) -> Run:
+def fitted_to_models(config: Config) -> Config:
     """The configuration with the lengths that the user did not set lowered to what the models hold; says so."""
     from lockstep.models.hf_config import read_model_config
 
     if isinstance(config, PPOConfig) and config.actor_rollout_ref.model.path == EMBEDDED:
         return config  # its context follows the lengths
-    models = [config.model] if isinstance(config, StageConfig) else [config.actor_rollout_ref.model]
-    if isinstance(config, PPOConfig):
-        models += [config.actor_rollout_ref.reference_model] if config.use_reference else []
-        models += [config.critic.model] if config.use_critic and config.critic.model.path else []
-    elif isinstance(config, DistillConfig):
-        models.append(config.policy().reference_model)
-    found = [read_model_config(str(model.path), model.trust_remote_code, **model.override_config) for model in models]
+    found = [read_model_config(str(model.path), model.trust_remote_code, **model.override_config) for model in config.models]
     contexts = [held for hf_config in found if (held := getattr(hf_config, "max_position_embeddings", None)) is not None]
     context = min(contexts, default=None)
     return fitted(config, for_context(config, context), f"the model holds {context} tokens")
