@@ -110,7 +110,7 @@ def draw_on_device(options: argparse.Namespace) -> None:
         with spec.device:
             dtype = torch.bfloat16 if options.lora else torch.float32
             model = AutoModelForCausalLM.from_config(spec.hf_config(), dtype=dtype, attn_implementation=PACKED)
-        return model.train()
+        return model.eval()  # models train in evaluation mode
 
     EngineSpec.load_whole = load_whole  # type: ignore[method-assign]
 
