@@ -121,6 +121,11 @@ class LossPass:
         """Whether the loss may be called with parts of rows."""
         return isinstance(self.loss, TokenLoss)
 
+    @property
+    def function(self) -> LossFn:
+        """The function in `loss`: a call of it is one frame less on the way to the formula."""
+        return self.loss.function if isinstance(self.loss, TokenLoss) else self.loss
+
     def of(self, packed: PackedRows) -> LossPass:
         """Return this pass; for a placeholder a pass whose loss is 0 and whose results are dropped."""
         return replace(self, loss=_no_loss, found=[]) if packed.is_placeholder else self
@@ -353,7 +358,7 @@ class ChunkedLoss(torch.autograd.Function):
             _join(part, log_probs, entropy, top)
             with torch.enable_grad():
                 leaves = log_probs.requires_grad_(), entropy.requires_grad_(loss_pass.entropy_grad)
-                output = loss_pass.loss(TokenOutputs(*leaves, top_log_probs=top), chunk)
+                output = loss_pass.function(TokenOutputs(*leaves, top_log_probs=top), chunk)
                 read = leaves[: 1 + loss_pass.entropy_grad]
                 of_log_probs, *of_entropy = torch.autograd.grad(output.loss * loss_pass.scale, read, materialize_grads=True)
             loss = output.loss.detach()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError
-from lockstep.trainer.run.program import read_run, read_tokenizer, run_program, worker_group
+from lockstep.trainer.run.program import read_run, read_tokenizer, run_program, summarise, worker_group
 from lockstep.trainer.run.setup import (
     check_engines,
     fitted_to_models,
@@ -63,9 +63,6 @@ def check_data_named(config: PPOConfig) -> None:
 
 def run(config: PPOConfig) -> None:
     """Train, and say what came of it."""
-    # After the configuration has been checked: these imports bring torch.
-    from lockstep.trainer.run.summary import summarise
-
     with opened(config) as trainer:
         trainer.init_workers()
         result = trainer.fit()

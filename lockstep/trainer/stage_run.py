@@ -35,9 +35,8 @@ from lockstep.planner import Load
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
 from lockstep.trainer.role import Role
-from lockstep.trainer.run.launch import TRAINED, RoleSpec, Workers
+from lockstep.trainer.run.launch import TRAINED, ResourcePoolManager, RoleSpec, Workers
 from lockstep.trainer.run.loop import FIRST, Run
-from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
 
 MODEL = "actor"

@@ -29,7 +29,7 @@ from lockstep.trainer.ppo.ray_trainer import RayPPOTrainer
 from lockstep.trainer.ppo.rewards import model_scores
 from lockstep.trainer.ppo.samples import write_samples
 from lockstep.trainer.role import Role
-from lockstep.trainer.run.resources import ResourcePoolManager
+from lockstep.trainer.run.launch import ResourcePoolManager
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 _POOL = "global_pool"

@@ -43,9 +43,8 @@ from lockstep.trainer.ppo.roles import learns_values, role_specs, weight_exchang
 from lockstep.trainer.ppo.samples import SampleKeeper, choose_samples, share_with_signal, write_samples
 from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.role import Role
-from lockstep.trainer.run.launch import Workers
+from lockstep.trainer.run.launch import ResourcePoolManager, Workers
 from lockstep.trainer.run.loop import FitResult, Run
-from lockstep.trainer.run.resources import ResourcePoolManager
 from lockstep.utils.device import resolve_device
 
 if TYPE_CHECKING:

@@ -1,28 +1,88 @@
-"""Workers: from roles and pools to groups of running workers, each with its model on its device."""
+"""From roles and pools to running workers: which role runs on which processes, checked against the machine; then groups of workers, each
+with its model on its device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.trainer import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.observability.spans import progress
 from lockstep.planner import Load, SavedChoice
-from lockstep.single_controller.base import ClassWithInitArgs, RoleGroup, WorkerGroup
+from lockstep.single_controller.base import ClassWithInitArgs, NodeResources, ResourcePool, RoleGroup, WorkerGroup, place
+from lockstep.single_controller.local import LocalWorkerGroup
+from lockstep.single_controller.ray import RayWorkerGroup, is_connected
 from lockstep.trainer.run.memory import place_models
-from lockstep.trainer.run.resources import ResourcePoolManager
 
 TRAINED, FROZEN = 16, 4
 """Bytes per parameter in float32: weight, gradient and two moments; or the weight alone."""
+PROCESS_MEMORY = 1 << 30
+"""Host memory of a worker process before any model: Python, torch and transformers take 0.4 to 0.6 GiB."""
+
+
+@dataclass
+class ResourcePoolManager:
+    """Pools of processes, and the pool of each role.
+
+    `resource_pool_spec` maps a pool's id to its processes on each node: `{"global_pool": [8, 8]}` is two nodes with 8 each. With GPUs a
+    process is a GPU; without, it is a process on the CPUs. `mapping` gives the pool of each role: roles on one pool share processes.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Enum, str]
+    resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
+    """Pools by id, once created."""
+    placement: dict[str, list[str]] = field(default_factory=dict)
+    """The node of each process, by pool, once created."""
+
+    def __post_init__(self) -> None:
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise ConfigError(
+                    f"{role} is mapped to pool {pool!r}, which is not in resource_pool_spec ({list(self.resource_pool_spec)})"
+                )
+
+    def create_resource_pool(
+        self,
+        nodes: Sequence[NodeResources] | None = None,
+        use_gpu: bool = False,
+        memory: Mapping[str, int] | None = None,
+        roles: Iterable[Enum] | None = None,
+    ) -> None:
+        """Make the pools of these roles (None: all mapped roles) and find a node for every process.
+
+        `nodes` are the available nodes; None means the Ray cluster this process is connected to, or else this machine. `memory` is the
+        host memory in bytes that a process of each pool needs beside PROCESS_MEMORY. Raise ResourceError, with the missing amounts, before
+        anything is started.
+        """
+        used = {self.mapping[role] for role in (self.mapping if roles is None else roles)}
+        pools = [
+            ResourcePool(counts, name=pool, use_gpu=use_gpu, memory_per_process=PROCESS_MEMORY + (memory or {}).get(pool, 0))
+            for pool, counts in self.resource_pool_spec.items()
+            if pool in used
+        ]
+        if nodes is None:
+            nodes = (RayWorkerGroup if is_connected() else LocalWorkerGroup).nodes()
+        self.placement = place(pools, nodes)
+        self.resource_pool_dict = {pool.name: pool for pool in pools}
+
+    def get_resource_pool(self, role: Enum) -> ResourcePool:
+        """Return the pool of a role. Call create_resource_pool first."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Return the number of processes in all pools."""
+        return sum(sum(counts) for counts in self.resource_pool_spec.values())
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a role's workers are."""
+    """The workers of a role."""
 
     worker: ClassWithInitArgs
-    """The class, and what it is made with."""
+    """Their class and its arguments."""
     load: Callable[[int], Load]
     """The number of ranks -> what one of them computes at once."""
     host_bytes: int = 0
@@ -31,7 +91,7 @@ class RoleSpec:
 
 @dataclass
 class Workers:
-    """The workers of a run. Roles may be members of any Enum: what a trainer does with one depends on its name alone."""
+    """The workers of a run. Roles may be members of any Enum: only their names matter."""
 
     section: RunConfig
     manager: ResourcePoolManager
@@ -44,20 +104,17 @@ class Workers:
     by_role: dict[Enum, RoleGroup] = field(default_factory=dict)
     """The workers of each role, once started."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Pool -> what was chosen for its keys that are auto (planner/choices.py::SavedChoice), for the checkpoints."""
+    """Pool -> the numbers chosen for its keys that are auto (planner/choices.py::SavedChoice), for the checkpoints."""
 
     def recall(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """Let `start` choose again what was chosen before the checkpoint that was found, which has `numbers` in its state. A version that
-        chose other numbers has left nothing to choose again."""
+        """Let `start` choose the same numbers as before the checkpoint, from its state. Checkpoints of versions with other fields are
+        ignored."""
         numbers = {} if found is None else found[1].get("numbers", {})
         names = {field.name for field in fields(SavedChoice)}
         self.numbers |= {pool: own for pool, own in numbers.items() if own.keys() == names}
 
     def start(self, specs: Mapping[Enum, RoleSpec]) -> None:
-        """Check the resources, start a process for each slot of the pools, and load every role's model.
-
-        No process is left when this fails.
-        """
+        """Check the resources, start a process for each slot of the pools, load every role's model. If this fails, no process is left."""
         try:
             self._start(specs)
         except BaseException:
@@ -71,12 +128,14 @@ class Workers:
         self.groups.clear()
 
     def find(self, *names: str) -> RoleGroup | None:
-        """The workers of the first role, of any Enum, that has one of these names."""
+        """Return the workers of the first of these names that is a role, of any Enum."""
         by_name = {role.name: group for role, group in self.by_role.items()}
         return next((by_name[name] for name in names if name in by_name), None)
 
     def _start(self, specs: Mapping[Enum, RoleSpec]) -> None:
-        section, manager, uses_gpu = self.section, self.manager, self.section.device == "cuda"
+        section = self.section
+        manager = self.manager
+        uses_gpu = section.device == "cuda"
         memory = dict.fromkeys(manager.resource_pool_spec, 0)
         by_pool: dict[str, dict[str, Enum]] = {}
         for role, spec in specs.items():
@@ -104,8 +163,8 @@ class Workers:
                     view.init_model()
             if section.on_nonfinite == "skip" and hasattr(view, "skip_nonfinite"):
                 view.skip_nonfinite()
-        for view in self.by_role.values() if uses_gpu else ():
-            if hasattr(view, "warm_up"):
+        for view in self.by_role.values():
+            if uses_gpu and hasattr(view, "warm_up"):
                 with progress(f"compiling kernels for {view.name}"):
                     view.warm_up()
         for view in self.by_role.values():
@@ -113,7 +172,7 @@ class Workers:
                 view.freeze_objects()
 
     def _place_models(self, by_pool: Mapping[str, Mapping[str, Enum]], specs: Mapping[Enum, RoleSpec]) -> None:
-        """Decide, for each device, which models are offloaded while others work, and say so."""
+        """Decide, for each device, which models are offloaded while others work, and tell the user."""
         if self.group_cls.in_driver:  # one process, one device
             by_pool = {", ".join(by_pool): {name: role for roles in by_pool.values() for name, role in roles.items()}}
         for pool, roles in by_pool.items():

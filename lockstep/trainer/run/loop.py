@@ -1,86 +1,99 @@
-"""Run: everything around the steps of a training, once for every recipe.
+"""Run: everything around the steps of a training, for every recipe.
 
 ```text
 open the folder -> resume -> (validate) -> step -> validate and begin to save when due -> log -> publish -> step ... -> FitResult
 ```
 
-Metrics of a step are on disk before its checkpoint has its name, and what was logged after a checkpoint is dropped on resume: whenever the
-run is killed, every step is there once.
+Metrics of a step are on disk before its checkpoint gets its name, and a resume drops lines after the checkpoint: whenever the run is
+killed, every step is logged once.
 
-A recipe is a subclass: it says what a step, a validation and a checkpoint are. What is trained, and on what, is not known here.
+A recipe is a subclass that defines a step, a validation and a checkpoint.
 """
 
 import dataclasses
 import gc
+import json
 import os
 import shlex
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.best import check_best
 from lockstep.checkpoint.lock import FolderLock
+from lockstep.checkpoint.manifest import check_manifest
 from lockstep.checkpoint.saver import Saver, is_write_failure
-from lockstep.config.identity import kept_values, redacted
+from lockstep.config.identity import check_resumable, kept_values, redacted
 from lockstep.config.load import to_yaml
 from lockstep.config.trainer import RunConfig, spread_rows
 from lockstep.data.schedule import PromptSchedule, batch_at
-from lockstep.errors import DataError, ResourceError, Stopped, WorkerDied, WorkerTimeout, is_nonfinite, is_out_of_memory
+from lockstep.errors import (
+    ConfigError,
+    DataError,
+    NumericalError,
+    ResourceError,
+    Stopped,
+    WorkerDied,
+    WorkerTimeout,
+    is_nonfinite,
+    is_out_of_memory,
+)
 from lockstep.observability.alarms import Alarms, shown
 from lockstep.observability.display import Display
 from lockstep.observability.spans import StageTimer, progress
 from lockstep.observability.trackers import Tracking, free_name
-from lockstep.trainer.run.skipped import heed_skipped
-from lockstep.trainer.run.start import find_checkpoint
-from lockstep.trainer.run.stop import StopSignals, logged_metrics
+from lockstep.trainer.run.stop import StopSignals
 from lockstep.utils.garbage import frozen_objects, unfreeze_objects
 
 FIRST = "val-first/"
-"""Before the names of validation metrics on the rows that were validated before the first step, where those were not all."""
+"""Prefix of validation metrics on the rows of the validation before the first step, if that was not on all rows."""
+MOST_STEPS_WITHOUT_UPDATE = 3
+"""Steps in a row in which a model has no update (trainer.on_nonfinite=skip) until the run ends with an error."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a run came to."""
+    """The result of a run."""
 
     steps: int
-    """Steps done in all, those before a resume included."""
+    """Steps done in all, including those before a resume."""
     validation_before: dict[str, float]
-    """Metrics of the validation before the first step, that of a run before a resume included; empty where there was none."""
+    """Metrics of the validation before the first step, also from before a resume; empty without one."""
     last_validation: dict[str, float]
-    """Metrics of the last validation; empty where there was none."""
+    """Metrics of the last validation; empty without one."""
     validation_after: dict[str, float]
-    """Metrics of the last validation on the rows of `validation_before`; empty where the two cannot be compared."""
+    """Metrics of the last validation on the rows of `validation_before`; empty if the two cannot be compared."""
     checkpoint: Path | None
     """The newest checkpoint."""
     best_checkpoint: Path | None
     """The best one by trainer.best_metric."""
     metrics_file: Path
-    """Where every step's metrics are."""
+    """The metrics of every step."""
     alarms: tuple[str, ...] = ()
-    """What did not go as it should (observability/alarms.py)."""
+    """Alarms of the run (observability/alarms.py)."""
 
 
 class Run(ABC):
-    """A training run in the folder `config.trainer.run_dir`. `fit` does it.
+    """A training run in the folder `config.trainer.run_dir`. `fit` trains.
 
-    `config` is the recipe's whole configuration, a dataclass with the section `trainer`. `total_steps` may be lowered to the step that
-    is being done: it is then the last, and is saved as such.
+    `config` is the recipe's whole configuration, a dataclass with the section `trainer`. `total_steps` may be lowered to the present step,
+    which is then the last one and is saved as such.
     """
 
     config: Any
     section: RunConfig
 
     def __init__(self, config: Any, total_steps: int, display: Display, has_validation: bool) -> None:
-        self.config, self.section = config, config.trainer
-        self.total_steps, self.has_validation = total_steps, has_validation
+        self.config = config
+        self.section = config.trainer
+        self.total_steps = total_steps
+        self.has_validation = has_validation
         self.display = display
         self.timer = StageTimer()
         self.global_steps = 0
@@ -88,23 +101,25 @@ class Run(ABC):
         self.validation_before: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
         self._rows_before: dict[str, list[int]] = {}
-        """By name of a set of validation rows: how many of how many were validated before the first step."""
+        """Name of a set of validation rows -> how many were validated before the first step, and of how many."""
         self._num_rows: dict[str, int] = {}
-        """By name of a set: how many rows it has now."""
-        self.alarms, self._is_alarmed = Alarms(self.section.run_dir), False
+        """Name of a set of validation rows -> how many it has now."""
+        self.alarms = Alarms(self.section.run_dir)
+        self._is_alarmed = False
         self._step_began: float | None = None
-        """When the step that is being done began."""
+        """Start of the present step, on the monotonic clock; None between steps."""
         self._step_s: float | None = None
-        """How long the last step took."""
+        """Duration of the last step."""
         self.num_restarts = 0
         self.left_out: list[int] = []
-        """Numbers, from 0 and rising, of the batches that are not trained on (trainer.on_nonfinite=rollback)."""
-        self._position_before = self._steps_without = 0
+        """Numbers, from 0 and rising, of the batches that are skipped (trainer.on_nonfinite=rollback)."""
+        self._position_before = 0
+        self._steps_without_update = 0
         self._unsaved: dict[str, float] | None = None
-        """Metrics of the last step, where that was not saved and could have been."""
+        """Metrics of the last step, if it was not saved and could have been."""
         self._lock: FolderLock | None = None
         self._from: tuple[Path, dict[str, Any]] | None = None
-        """The checkpoint to go on from, and its state."""
+        """The checkpoint to resume from, and its state."""
         self._saver = Saver(
             self.section.run_dir,
             keep=self.section.max_ckpt_to_keep,
@@ -114,63 +129,63 @@ class Run(ABC):
             say=display.message,
         )
 
-    # -- what a recipe gives -----------------------------------------------------------------------------------------------
+    # -- what a recipe defines ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _step(self) -> dict[str, float]:
-        """Do step number `global_steps + 1`; returns its metrics."""
+        """Do step number `global_steps + 1`. Return its metrics."""
 
     def _validate(self) -> dict[str, float]:
-        """Metrics of the model as it is. Called only where `has_validation`."""
+        """Return metrics of the present model. Called only if `has_validation`."""
         return {}
 
     def _examine(self, metrics: dict[str, float]) -> list[dict[str, Any]]:
-        """Called once after each step: may add to its metrics, and returns some of what the model wrote (prompt, response, score)."""
+        """Called once after each step. May add to its metrics. Return some samples of the model (prompt, response, score)."""
         return []
 
     def _state(self) -> dict[str, Any]:
-        """What is needed to go on, beside the models and `global_steps`, as JSON."""
+        """Return what a resume needs beside the models and `global_steps`, as JSON."""
         return {}
 
     @abstractmethod
     def _save(self, folder: Path) -> Sequence[Path] | None:
-        """Write the models into `folder` (absolute), as they are now.
+        """Write the present models into `folder` (absolute).
 
-        A recipe whose workers go on writing returns the files, one for each who writes, in which they will say that they are done
+        If workers write in the background, return the files, one per worker, in which they will report the end
         (checkpoint/saver.py::write_report).
         """
 
     def _finish_save(self) -> Sequence[str]:
-        """Wait until all who write are done; returns what went wrong with them. Raises where one of them is gone."""
+        """Wait until all workers have written. Return their errors. Raise if a worker is lost."""
         return ()
 
     @abstractmethod
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take over the models in `folder` and what `_state` returned when they were saved."""
+        """Load the models in `folder`, and restore `state`, which `_state` returned when they were saved."""
 
     def _position(self) -> int:
-        """Batches that were taken so far; the next one is number `batch_at(_position(), left_out)`."""
+        """Return the number of batches taken so far; the next one has the number `batch_at(_position(), left_out)`."""
         return self.global_steps
 
     def training_data(self) -> tuple[Any, PromptSchedule]:
-        """The rows that are trained on, and their order."""
+        """Return the training rows and their order."""
         raise NotImplementedError("this recipe reads no files")
 
     def _describe(self) -> str:
-        """What a step does, for the user to read at the start."""
+        """Return a description of a step, printed at the start."""
         return ""
 
     def _restart(self) -> None:
-        """End what is left of the workers and start new ones, which have the models of the beginning, as the recipe itself then has."""
+        """End the remaining workers and start new ones with the initial models. Reset the recipe's own state, too."""
         raise NotImplementedError("this recipe has no workers that could be lost")
 
-    # -- what is the same for all ------------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------------------------------
 
     def open_folder(self) -> None:
-        """Take the run's folder, and find the checkpoint to go on from. Nothing is loaded; call it before models are.
+        """Take the run's folder, and find the checkpoint to resume from. Call it before models are loaded.
 
-        Raises ResourceError where another run is there, ConfigError where the folder has checkpoints that this run does not go on from or
-        the configuration differs from the checkpoint's, and DataError where that is damaged.
+        Raise ResourceError if another run holds the folder, ConfigError if the folder has checkpoints that this run does not resume from or
+        the configuration differs from the checkpoint's, and DataError if the checkpoint is damaged.
         """
         if self._lock is None:
             self._lock = FolderLock(self.section.run_dir)
@@ -184,92 +199,128 @@ class Run(ABC):
                 raise
 
     def close_folder(self) -> None:
-        """Let other runs have the folder. A save that is not done by now is given up. May be called again."""
+        """Release the folder for other runs. Cancel a save that is not finished. May be called again."""
         self._saver.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def fit(self) -> FitResult:
-        """Train until the last step, resuming where the run's folder says so. Validates and saves when due.
+        """Train until the last step, resuming from the run's newest checkpoint. Validate and save when due.
 
-        SIGTERM and SIGINT end it after the step that is being done, with a checkpoint; then it raises Stopped. When a worker is lost it
-        goes on from the newest checkpoint with new ones, `trainer.max_restarts` times.
+        SIGTERM and SIGINT end the run after the present step, with a checkpoint, and raise Stopped. If a worker is lost, resume from the
+        newest checkpoint with new workers, `trainer.max_restarts` times.
         """
-        config, stop = self.section, StopSignals(self.section.stop_deadline_s, self._ended, self._acknowledge)
-        self.open_folder()
-        try:
-            with stop:
-                self._resume()
-                self.alarms.resume(self._metrics_file, self.global_steps)
-                (config.run_dir / "config.yaml").write_text(to_yaml(self.config))
-                again = self._line_to_complete()
-                with self._tracking(again is not None) as tracking, self.display, frozen_objects():
-                    self._drop_repeated_failures()
-                    self._introduce()
-                    if self.has_validation and (config.val_only or again or (config.val_before_train and not self.global_steps)):
-                        metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
-                        tracking.log((again or {}) | metrics, self.global_steps)
-                        self.alarms.step(self.global_steps, metrics, [])
-                        self.display.step(self.global_steps, metrics)
-                    while self.global_steps < self.total_steps and not (config.val_only or stop.asked or self._is_alarmed):
-                        self.timer.reset()
-                        self._position_before = self._position()
-                        self._step_began = time.monotonic()
-                        metrics = self._step()
-                        self.global_steps += 1
-                        self._step_s, self._step_began = time.monotonic() - self._step_began, None
-                        self._after_step(metrics, tracking, stop)
-                    if stop.asked and self._unsaved is not None:  # the signal came when it had been decided that nothing is saved
-                        self._publish(self._begin_save(self._unsaved), tracking)
-                    self._end_save()
-            is_validated = "testing" in self.timer.seconds or not self._validates_after(self.global_steps)
-            if stop.asked and not (self.global_steps >= self.total_steps and is_validated):
-                raise Stopped(stop.asked, self._ended(stop.asked.name))
-            if self._is_alarmed:
-                self.alarms.stop(self._ended)
-            return self._result()
-        except Exception as error:
-            with suppress(Exception):  # the error of this step must not lose the checkpoint of the last one
-                self._end_save()
-            if is_nonfinite(error):
-                from lockstep.trainer.run.capsule import keep_failed_step
+        with ExitStack() as waits:
+            while True:
+                stop = StopSignals(self.section.stop_deadline_s, self._ended, self._acknowledge)
+                self.open_folder()
+                try:
+                    with stop:
+                        self._resume()
+                        self.alarms.resume(self._metrics_file, self.global_steps)
+                        (self.section.run_dir / "config.yaml").write_text(to_yaml(self.config))
+                        incomplete = self._line_to_complete()
+                        with self._tracking(incomplete is not None) as tracking, self.display, frozen_objects():
+                            self._begin(incomplete, tracking)
+                            while self._has_more_steps() and not stop.asked:
+                                self._begin_step()
+                                metrics = self._step()
+                                self._end_step()
+                                self._after_step(metrics, tracking, stop)
+                            if stop.asked and self._unsaved is not None:  # the signal came after the decision to save nothing
+                                self._publish(self._begin_save(self._unsaved), tracking)
+                            self._end_save()
+                    self._check_end(stop)
+                    return self._result()
+                except Exception as error:
+                    self._keep_step(error)
+                    if not self._may_restart_after(error, stop):
+                        raise
+                finally:
+                    self.close_folder()
+                waits.enter_context(self.display.waits())
+                self._reset()
 
-                keep_failed_step(self, error)
-            if not self._begins_again_after(error, stop):
-                raise
-        finally:
-            self.close_folder()
-        with self.display.waits():
-            self._begin_again()
-            return self.fit()
+    def _begin(self, incomplete: dict[str, Any] | None, tracking: Tracking) -> None:
+        """Show what will be done, and validate before the first step. `incomplete`: the logged metrics of the checkpoint's step, to which
+        a validation is to be added."""
+        section = self.section
+        self._drop_repeated_failures()
+        self._introduce()
+        is_first = section.val_before_train and not self.global_steps
+        if self.has_validation and (section.val_only or incomplete or is_first):
+            metrics = self._timed_validation() | {"timing_s/testing": self.timer.seconds["testing"]}
+            tracking.log((incomplete or {}) | metrics, self.global_steps)
+            self.alarms.step(self.global_steps, metrics, [])
+            self.display.step(self.global_steps, metrics)
+
+    def _has_more_steps(self) -> bool:
+        return self.global_steps < self.total_steps and not self.section.val_only and not self._is_alarmed
+
+    def _begin_step(self) -> None:
+        self.timer.reset()
+        self._position_before = self._position()
+        self._step_began = time.monotonic()
+
+    def _end_step(self) -> None:
+        assert self._step_began is not None
+        self.global_steps += 1
+        self._step_s = time.monotonic() - self._step_began
+        self._step_began = None
 
     def _after_step(self, metrics: dict[str, float], tracking: Tracking, stop: StopSignals) -> None:
-        """Validate where that is due, look for alarms, save; then log, publish what was saved, and show the step."""
-        config, samples = self.section, self._examine(metrics)
-        if config.on_nonfinite == "skip":
-            self._steps_without = heed_skipped(metrics, self.global_steps, self._steps_without, self.display.message)
+        """Validate if due, check alarms, begin to save; then log, publish the checkpoint, and show the step."""
+        section = self.section
+        seconds = self.timer.seconds
+        samples = self._examine(metrics)
+        if section.on_nonfinite == "skip":
+            self._check_skipped_updates(metrics)
         if self.left_out:
             metrics["training/left_out_batches"] = len(self.left_out)
         if self._validates_after(self.global_steps) and not stop.asked:
             metrics |= self._timed_validation()
-        if config.best_metric is not None:
-            check_best(config, metrics, self.validation_before, self.global_steps, self.display.message)
+        if section.best_metric is not None:
+            check_best(section, metrics, self.validation_before, self.global_steps, self.display.message)
         alarms = self.alarms.step(self.global_steps, metrics, samples)
-        self._is_alarmed = bool(alarms) and config.on_alarm == "stop"
+        self._is_alarmed = bool(alarms) and section.on_alarm == "stop"
         is_last = bool(stop.asked) or self._is_alarmed
-        saves = self.is_due(config.save_freq, self.global_steps) or (is_last and config.save_freq != 0)
-        self._unsaved = metrics if config.save_freq != 0 and not saves else None
+        saves = self.is_due(section.save_freq, self.global_steps) or (is_last and section.save_freq != 0)
+        self._unsaved = metrics if section.save_freq != 0 and not saves else None
         draft = self._begin_save(metrics) if saves else None
-        metrics |= {f"timing_s/{name}": s for name, s in self.timer.seconds.items() if name in ("testing", "save_checkpoint")}
+        metrics |= {f"timing_s/{name}": seconds[name] for name in seconds if name in ("testing", "save_checkpoint")}
         tracking.log(metrics, self.global_steps)
-        if self.global_steps == 1 or alarms or {"testing", "save_checkpoint"} & set(self.timer.seconds):
+        if self.global_steps == 1 or alarms or "testing" in seconds or "save_checkpoint" in seconds:
             tracking.samples(samples, self.global_steps)
         self._publish(draft, tracking)
         self.display.step(self.global_steps, metrics)
         if alarms:
             self.display.message(shown(alarms, samples))
         self._saver.check()
+
+    def _check_skipped_updates(self, metrics: Mapping[str, float]) -> None:
+        """Warn of skipped updates (trainer.on_nonfinite=skip). Raise NumericalError if a model had none in too many steps in a row."""
+        shares = {name.split("/")[0]: share for name, share in metrics.items() if name.endswith("/skipped_updates") and share}
+        for model, share in shares.items():
+            self.display.message(
+                f"warning: step {self.global_steps}: {share:.0%} of the updates ({model}) gave numbers that are not finite and were left "
+                "out (trainer.on_nonfinite=skip)"
+            )
+        self._steps_without_update = self._steps_without_update + 1 if 1.0 in shares.values() else 0
+        if self._steps_without_update == MOST_STEPS_WITHOUT_UPDATE:
+            raise NumericalError(
+                f"no update of a model in {MOST_STEPS_WITHOUT_UPDATE} steps in a row gave finite numbers; look at the data and the "
+                "weights, or lower the learning rate"
+            )
+
+    def _check_end(self, stop: StopSignals) -> None:
+        """Raise Stopped if a signal ended the run before its last step and validation, and Alarmed if an alarm did."""
+        is_validated = "testing" in self.timer.seconds or not self._validates_after(self.global_steps)
+        is_complete = self.global_steps >= self.total_steps and is_validated
+        if stop.asked and not is_complete:
+            raise Stopped(stop.asked, self._ended(stop.asked.name))
+        if self._is_alarmed:
+            self.alarms.stop(self._ended)
 
     def is_due(self, frequency: int, step: int) -> bool:
         """At every `frequency`-th step and at the last one; -1 at the last only, 0 never."""
@@ -279,13 +330,13 @@ class Run(ABC):
         return self.has_validation and self.is_due(self.section.test_freq, step)
 
     def _line_to_complete(self) -> dict[str, Any] | None:
-        """The metrics that the file has of the checkpoint's step, where a validation is to be added to them: one that is owed, or that of
+        """Return the logged metrics of the checkpoint's step if a validation is to be added to them: because it was due, or because of
         trainer.val_only."""
-        line = logged_metrics(self._metrics_file, self.global_steps)
+        line = _logged_metrics(self._metrics_file, self.global_steps)
         if line is None or not self.has_validation:
             return None
-        is_owed = self._validates_after(self.global_steps) and "timing_s/testing" not in line
-        return line if is_owed or self.section.val_only else None
+        is_missing = self._validates_after(self.global_steps) and "timing_s/testing" not in line
+        return line if is_missing or self.section.val_only else None
 
     @property
     def _metrics_file(self) -> Path:
@@ -312,17 +363,20 @@ class Run(ABC):
         return text + (report if self.global_steps and self.section.save_freq else "")
 
     def _acknowledge(self, number: signal.Signals) -> None:
-        """Tell the user what a first signal does, how long that takes, and what a second one does."""
+        """Tell the user the effect of the first signal, how long it takes, and the effect of a second one."""
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         saves = "" if self.section.save_freq == 0 else " and saving it"
         began = self._step_began
         limit = f"at most {self.section.stop_deadline_s:g} s (trainer.stop_deadline_s)"
         if began is None and not self.global_steps:
-            doing, lost = "ending after what is being done now", ""
+            doing = "ending after what is being done now"
+            lost = ""
         elif began is None:
-            doing, lost = f"finishing step {self.global_steps} of {self.total_steps}{saves}", " and may lose this step"
+            doing = f"finishing step {self.global_steps} of {self.total_steps}{saves}"
+            lost = " and may lose this step"
         else:
-            doing, lost = f"finishing step {self.global_steps + 1} of {self.total_steps}{saves}", " and loses this step"
+            doing = f"finishing step {self.global_steps + 1} of {self.total_steps}{saves}"
+            lost = " and loses this step"
             if self._step_s is not None:
                 limit = f"about {max(self._step_s - (time.monotonic() - began), 1.0):.0f} s, {limit}"
         again = "press it again" if number == signal.SIGINT else "send it again"
@@ -366,8 +420,7 @@ class Run(ABC):
         return self.last_validation
 
     def _validated_rows(self, name: str, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
-        """The rows, of the set of this name, that this validation is on: all, but before the first step those of
-        trainer.val_before_train_samples."""
+        """Return the rows of the set `name` for this validation: all, but before the first step trainer.val_before_train_samples."""
         self._num_rows[name] = num_rows
         rows = list(range(num_rows))
         if self.global_steps:
@@ -382,7 +435,7 @@ class Run(ABC):
         return rows
 
     def _first_rows(self, name: str, num_rows: int) -> list[int] | None:
-        """The rows of this set that the validation before the first step was on; None where that was on all rows, or of other data."""
+        """Return the rows of the set `name` in the validation before the first step; None if that was on all rows, or on other data."""
         count, before = self._rows_before.get(name, [0, 0])
         is_whole = all(one == all_rows for one, all_rows in self._rows_before.values())
         if not self.global_steps or before != num_rows or is_whole:
@@ -390,7 +443,7 @@ class Run(ABC):
         return spread_rows(count, num_rows)
 
     def _validation_after(self) -> dict[str, float]:
-        """Metrics of the last validation on the rows of the one before the first step; none where the data are others now."""
+        """Return metrics of the last validation on the rows of the first one; nothing if the data has changed."""
         last = self.last_validation
         is_other = any(self._num_rows.get(name) != num_rows for name, (_, num_rows) in self._rows_before.items())
         if not self.validation_before or not self.global_steps or is_other:
@@ -399,12 +452,21 @@ class Run(ABC):
             return last
         return {name.removeprefix(FIRST): value for name, value in last.items() if name.startswith(FIRST)}
 
-    # -- lost workers ------------------------------------------------------------------------------------------------------
+    # -- errors and restarts -----------------------------------------------------------------------------------------------
 
-    def _begins_again_after(self, error: Exception, stop: StopSignals) -> bool:
-        """Whether the run goes on from its newest checkpoint; says so, and leaves out a batch that gave numbers that are not finite.
+    def _keep_step(self, error: Exception) -> None:
+        """Finish the last save, and write a repro file of a step whose numbers are not finite."""
+        with suppress(Exception):  # the error of this step must not lose the checkpoint of the last one
+            self._end_save()
+        if is_nonfinite(error):
+            from lockstep.trainer.run.capsule import keep_failed_step
 
-        Raises Stopped where it would, but was asked to stop: a signal to all processes of a job may end workers first.
+            keep_failed_step(self, error)
+
+    def _may_restart_after(self, error: Exception, stop: StopSignals) -> bool:
+        """Return whether the run restarts from its newest checkpoint. Tell the user, and skip a batch whose numbers were not finite.
+
+        Raise Stopped instead of a restart if the run was asked to stop: a signal to all processes of a job may end workers first.
         """
         is_lost = isinstance(error, WorkerDied | WorkerTimeout) or is_out_of_memory(error)
         rolls_back = is_nonfinite(error) and self.section.on_nonfinite == "rollback"
@@ -426,16 +488,21 @@ class Run(ABC):
         )
         return True
 
-    def _begin_again(self) -> None:
-        self.global_steps, self.validation_before, self.last_validation = 0, {}, {}
-        self._unsaved, self._is_alarmed, self._rows_before = None, False, {}
-        unfreeze_objects()  # what the lost ones held here is garbage now
+    def _reset(self) -> None:
+        """Return to the state before the first step, with new workers."""
+        self.global_steps = 0
+        self.validation_before = {}
+        self.last_validation = {}
+        self._rows_before = {}
+        self._unsaved = None
+        self._is_alarmed = False
+        unfreeze_objects()  # the objects of the lost workers are garbage now
         gc.collect()
         deadline = time.monotonic() + self.section.start_timeout_s
         while True:
             try:
                 return self._restart()
-            except ResourceError:  # what the lost ones held may not be free yet
+            except ResourceError:  # memory of the lost workers may not be free yet
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(1.0)
@@ -443,7 +510,8 @@ class Run(ABC):
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _begin_save(self, metrics: dict[str, float]) -> tuple[Path, Sequence[Path]] | None:
-        """Write the checkpoint of this step, or begin to; returns the draft and who still writes. None where it failed and that is said."""
+        """Write the checkpoint of this step, or begin to. Return the draft and the reports that are still to come; None if it failed and
+        trainer.on_save_failure allows that."""
         with self.timer.stage("save_checkpoint"):
             self._wait_for_save()
             try:
@@ -459,7 +527,7 @@ class Run(ABC):
                 return None
 
     def _publish(self, draft: tuple[Path, Sequence[Path]] | None, tracking: Tracking) -> None:
-        """Make the draft a checkpoint, at once or when all who write are done; not where the step's metrics are not on disk."""
+        """Make the draft a checkpoint, at once or when all workers have written; not if the step's metrics are not on disk."""
         if draft is not None and tracking.unwritten is not None:
             self._saver.fail(tracking.unwritten)
         elif draft is not None:
@@ -468,17 +536,17 @@ class Run(ABC):
     def _wait_for_save(self) -> None:
         with progress("writing the checkpoint"):
             for error in self._finish_save():
-                self._saver.cancel(error)  # the one who failed may not have been able to say so in the folder
+                self._saver.cancel(error)  # the worker may not have been able to write its report
             self._saver.wait()
 
     def _end_save(self) -> None:
-        """Wait for the last save. Raises ResourceError where that of the last step failed, whatever trainer.on_save_failure says."""
+        """Wait for the last save. Raise ResourceError if the save of the last step failed, whatever trainer.on_save_failure says."""
         self._wait_for_save()
         if self._saver.failed == self.global_steps:
             raise ResourceError(f"step {self.global_steps}, the last one, was not saved")
 
     def _run_state(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """What is the same for every recipe in trainer_state.json."""
+        """Return the part of trainer_state.json that every recipe has."""
         best = self.section.best_metric
         return {
             "global_steps": self.global_steps,
@@ -496,8 +564,8 @@ class Run(ABC):
         return self.section.run_dir / "reward_failures.jsonl"
 
     def _drop_repeated_failures(self) -> None:
-        """Cut reward_failures.jsonl to what it was at the checkpoint, since the steps after that are done again. That of an older run is
-        kept as reward_failures.N.jsonl, as its metrics are."""
+        """Cut reward_failures.jsonl to its size at the checkpoint, because later steps are repeated. The file of an older run is renamed to
+        reward_failures.N.jsonl, like its metrics."""
         file = self._failures_file
         if not file.is_file():
             return
@@ -510,12 +578,12 @@ class Run(ABC):
             os.truncate(file, size)
 
     def _resume(self) -> None:
-        """Take over the checkpoint that was found."""
+        """Load the checkpoint that `open_folder` found."""
         if self._from is None:
             return
         folder, state = self._from
         if folder.resolve().parent == self.section.run_dir.resolve():
-            self._saver.prune()  # a run that was killed may not have come to it
+            self._saver.prune()  # a killed run may not have done it
         self.global_steps = state["global_steps"]
         self.validation_before = state.get("validation_before", {})
         self._rows_before = dict(state.get("validation_before_rows", {}))
@@ -526,3 +594,77 @@ class Run(ABC):
                 self._load(Path(os.path.abspath(folder)), state)
         except KeyError as error:
             raise DataError(f"{folder / folders.STATE} lacks {error}; was it written by another version?") from error
+
+
+def find_checkpoint(
+    config: Any, section: RunConfig, is_own: bool, say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint that `section` names, or (`is_own`) the newest whole one in the run's folder, with its state.
+
+    Raise ConfigError if the folder has checkpoints that the run does not resume from or the configuration differs from the checkpoint's,
+    and DataError if the checkpoint is damaged.
+    """
+    folder = folders.newest_whole(section.run_dir, say) if is_own else None
+    if folder is None and section.resume_mode == "resume_path":
+        folder = Path(str(section.resume_from_path))
+        check_manifest(folder)
+    if not is_own:
+        _refuse_used_folder(section, folder)
+    if folder is None:
+        return None
+    state = folders.read_state(folder)
+    recipe = type(config).__name__
+    if state.get("recipe") != recipe:
+        raise DataError(f"{folder} is a checkpoint of another kind of training: {state.get('recipe')}, not {recipe}")
+    if not {"config", "left_out"} <= state.keys():
+        raise DataError(f"{folder / folders.STATE} is not one of this version: it has no settings to compare with")
+    check_resumable(state["config"], kept_values(config), section.allow_changes, str(folder))
+    return folder, state
+
+
+def _refuse_used_folder(section: RunConfig, start: Path | None) -> None:
+    """Raise ConfigError if the folder has checkpoints other than `start` and older ones."""
+    run_dir = section.run_dir
+    names = [folder.name for folder in folders.found(run_dir)]
+    if start is not None and start.resolve().parent == run_dir.resolve():
+        names = names[names.index(start.name) + 1 :]
+    if names:
+        raise ConfigError(
+            f"{run_dir} has checkpoints of another run ({', '.join(names)}), and trainer.resume_mode={section.resume_mode} "
+            "does not go on from them; set trainer.resume_mode=auto to go on, choose another folder with trainer.experiment_name or "
+            "trainer.default_local_dir, or move them away"
+        )
+
+
+def check_best(
+    section: RunConfig, metrics: Mapping[str, float], before: Mapping[str, float], step: int, say: Callable[[str], None]
+) -> None:
+    """Raise ConfigError if trainer.best_metric is neither among the metrics of the first step nor of the validation `before` it.
+
+    In a later step that is validated, warn instead: an error would lose the run's work.
+    """
+    best = section.best_metric
+    assert best is not None
+    first = 1 + getattr(section, "critic_warmup", 0)  # until then the actor has no metrics
+    covers_all_rows = "val-aux/share_of_rows" not in before  # some rows need not have every data source
+    known = {**before, **metrics} if step == first and covers_all_rows else metrics
+    is_validated = any(name.startswith("val") for name in known)
+    may_be_missing = not is_validated and (best.startswith("val") or step != first)
+    if step < first or best in known or may_be_missing:
+        return
+    text = f"trainer.best_metric={best} is not among the metrics: {', '.join(sorted(known))}"
+    if step == 1:
+        raise ConfigError(text)
+    say(f"warning: {text}; no checkpoint is kept as the best")
+
+
+def _logged_metrics(metrics_file: Path, step: int) -> dict[str, Any] | None:
+    """Return the metrics of a step in the run's file; None for step 0 and for a missing step."""
+    if not step or not metrics_file.is_file():
+        return None
+    for line in metrics_file.read_text(errors="replace").splitlines():
+        with suppress(ValueError):  # a line that a crash cut
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("step") == step:
+                return {name: value for name, value in row.items() if name not in ("step", "time")}
+    return None

@@ -1,9 +1,10 @@
-"""What the programs of all recipes share: the command line, errors as one line, and Ray where a run has several processes."""
+"""The common part of all programs: the command line, errors as one line, Ray for runs of several processes, the last lines of a run."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -18,7 +19,8 @@ from lockstep.config.load import of_layers, read_layers
 from lockstep.config.presets import FIRST_RUN, first_run_in_words, first_stage_in_words
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError, LockstepError, MissingExtra, Stopped
-from lockstep.observability.display import is_live_terminal
+from lockstep.observability.alarms import FILE
+from lockstep.observability.display import is_live_terminal, shown_numbers, with_interval
 from lockstep.observability.spans import progress
 from lockstep.observability.trackers import check_trackers
 from lockstep.observability.waiting import leave_terminal, shown_waits
@@ -27,6 +29,7 @@ from lockstep.utils.terminal import say
 if TYPE_CHECKING:
     from lockstep.config.engine import ModelConfig
     from lockstep.config.stage import StageConfig
+    from lockstep.trainer.run.loop import FitResult
     from lockstep.trainer.stage_run import StageRun
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -41,7 +44,7 @@ def run_program(
     run: Callable[[Any], None],
     algorithm: str = "ppo",
 ) -> int:
-    """`run` what the command line describes; returns the exit status.
+    """`run` what the command line describes. Return the exit status.
 
     `--config FILE` reads a YAML file. `--help` lists the keys in groups, `--help WORD` explains a group or searches (config/reference.py).
     """
@@ -90,10 +93,8 @@ def read_run(
     algorithm: str = "ppo",
     check: Callable[[Config], None] = lambda config: None,
 ) -> Config:
-    """The configuration that the command line describes; prints which values are not the usual ones although the user did not set them.
-
-    Nothing is printed where `check`, or the configuration itself, raises.
-    """
+    """Return the configuration that the command line describes. Print which values differ from the defaults although the user did not set
+    them, unless `check` or the configuration raises."""
     layers = read_layers(root, overrides, config_file, algorithm, _device_of)
     config = of_layers(root, layers)
     check(config)
@@ -115,7 +116,7 @@ def _device_of(name: str) -> str:
 
 @contextmanager
 def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Iterator[T]:
-    """The recipe that `make_trainer` makes for a class of worker groups; none of its workers is left at the end."""
+    """Yield the trainer that `make_trainer` makes for a class of worker groups. Its workers end with the context."""
     with (
         worker_group(config.trainer, config.ray_kwargs, config.needs_ray) as group_cls,
         closing(make_trainer(group_cls)) as trainer,
@@ -130,8 +131,6 @@ def stage_program(
     load = partial(read_run, root)
 
     def run(config: Any) -> None:
-        from lockstep.trainer.run.summary import summarise_stage
-
         with opened(config) as trainer:
             trainer.init_workers()
             result = trainer.fit()
@@ -145,7 +144,7 @@ def stage_program(
 
 
 def read_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of a model that is trained."""
+    """Return the tokenizer of a model that is trained."""
     from lockstep.utils.tokenizer import hf_tokenizer
 
     with progress("reading the tokenizer"):
@@ -154,7 +153,7 @@ def read_tokenizer(model: ModelConfig) -> Any:
 
 @contextmanager
 def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterator[Any]:
-    """The class of the run's worker groups: in this process, or on Ray, which is started here if it has to be and stopped after."""
+    """Yield the class of the run's worker groups: in this process, or on Ray, which is started and stopped here if necessary."""
     from lockstep.single_controller.local import LocalWorkerGroup
     from lockstep.single_controller.ray import RayWorkerGroup
     from lockstep.single_controller.ray.cluster import connect, disconnect
@@ -178,18 +177,21 @@ def worker_group(section: RunConfig, ray: RayConfig, needs_ray: bool) -> Iterato
 
 
 def _without_ray(section: RunConfig) -> str:
-    """Which key asks for Ray, and what can be done where it is not installed."""
-    counts = {
-        f"trainer.{name}={count}": count
-        for name, count in (("n_gpus_per_node", section.n_gpus_per_node), ("nnodes", section.nnodes))
-    }
-    asked = [key for key, count in counts.items() if count > 1]
+    """Return which key asks for Ray, and what to do without it."""
+    asked = []
+    if section.n_gpus_per_node > 1:
+        asked.append(f"trainer.n_gpus_per_node={section.n_gpus_per_node}")
+    if section.nnodes > 1:
+        asked.append(f"trainer.nnodes={section.nnodes}")
     if asked:
-        key, instead = ", ".join(asked), "set it to 1"
+        key = ", ".join(asked)
+        instead = "set it to 1"
     elif section.worker_group == "ray":
-        key, instead = "trainer.worker_group=ray", "leave it out"
+        key = "trainer.worker_group=ray"
+        instead = "leave it out"
     else:
-        key, instead = "enable_resource_pool=true (critic or reward_model)", "set it to false"
+        key = "enable_resource_pool=true (critic or reward_model)"
+        instead = "set it to false"
     return f"{MissingExtra(key, 'ray', 'ray')}; or {instead}, for a run in one process"
 
 
@@ -200,3 +202,66 @@ def _split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     if at + 1 == len(arguments):
         raise ConfigError("--config needs a file name after it")
     return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+
+
+# -- the last lines of a run -----------------------------------------------------------------------------------------------
+
+
+def summarise(result: FitResult, embedded: bool) -> str:
+    """Return the last lines of a run: before and after, the checkpoint, the metrics; after the embedded task also commands to try next."""
+    lines = [_head(result), *_before_and_after(result, ("val-core/",), ".3f")]
+    lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    if result.best_checkpoint is not None:
+        lines.append(f"  the best one: {result.best_checkpoint}")
+    lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
+    lines += _alarms(result)
+    if embedded:
+        lines += [
+            "what to try next:",
+            "  lockstep grpo                                              the same task without a critic",
+            "  lockstep ppo trainer.n_gpus_per_node=2                     two processes on Ray",
+            "  lockstep ppo data.train_files=train.parquet data.val_files=val.parquet actor_rollout_ref.model.path=MODEL",
+            "                                                             your own data and model",
+        ]
+    return "\n".join(lines)
+
+
+def summarise_stage(result: FitResult, shown: tuple[str, ...]) -> str:
+    """Return the last lines of a recipe that learns from files; `shown` are the prefixes of its validation results."""
+    lines = [_head(result), *_before_and_after(result, shown, ".4f")]
+    lines.append(f"  checkpoint (a Hugging Face folder): {result.checkpoint / 'actor' if result.checkpoint else 'none was saved'}")
+    lines.append(f"  metrics of every step: {result.metrics_file}")
+    lines.append(f"  a report to open in a browser: lockstep report {shlex.quote(str(result.metrics_file.parent))}")
+    return "\n".join(lines + _alarms(result))
+
+
+def _before_and_after(result: FitResult, shown: tuple[str, ...], spec: str) -> list[str]:
+    """Return a line for each result of the last validation, and one for the rows of the validation before training, if they were fewer."""
+    last = result.last_validation
+    before = result.validation_before
+    after = result.validation_after
+    names = shown_numbers(last, shown)
+    if not result.steps:
+        return [f"  {name}: {with_interval(last, name, spec)}" for name in names]
+    share = before.get("val-aux/share_of_rows", 1.0)
+    lines = []
+    for name in names:
+        is_comparable = name in before and name in after
+        at_first = f"{with_interval(before, name, spec)} before, " if is_comparable else ""
+        if not is_comparable or share == 1.0:
+            lines.append(f"  {name}: {at_first}{with_interval(last, name, spec)} after")
+            continue
+        lines.append(f"  {name}: {with_interval(last, name, spec)} after")
+        lines.append(f"    on the rows that were validated before training: {at_first}{with_interval(after, name, spec)} after")
+    return lines
+
+
+def _alarms(result: FitResult) -> list[str]:
+    if not result.alarms:
+        return []
+    return [*(f"  {alarm}" for alarm in result.alarms), f"  more about alarms: {result.metrics_file.with_name(FILE)}"]
+
+
+def _head(result: FitResult) -> str:
+    return f"\ndone: {result.steps} steps in {result.metrics_file.parent}"

@@ -1,14 +1,12 @@
-"""SIGTERM and SIGINT (Ctrl-C) end a run after its step, with a checkpoint; both within a deadline."""
+"""SIGTERM and SIGINT (Ctrl-C) end a run after its step, with a checkpoint, within a deadline."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,22 +16,23 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Inside, a first signal sets `asked`; a second one, or `deadline_s` seconds after the first, raises Stopped where the program is.
+    """Inside, the first signal sets `asked`. A second one, or `deadline_s` seconds after the first, raises Stopped in the main thread.
 
-    `ended` makes of the reason what the user is told: what is left of the run. `acknowledge` is called once, with the first signal, from a
-    thread: at once, also while the main thread computes and runs no handler. Outside the main thread, which alone gets signals, this does
-    nothing.
+    `ended` turns the reason into the message for the user. `acknowledge` is called once, with the first signal, from a thread: at once,
+    also while the main thread computes and runs no handler. Outside the main thread, which alone gets signals, this does nothing.
     """
 
     def __init__(self, deadline_s: float, ended: Callable[[str], str], acknowledge: Callable[[signal.Signals], None]) -> None:
-        self._deadline_s, self._ended, self._acknowledge = deadline_s, ended, acknowledge
+        self._deadline_s = deadline_s
+        self._ended = ended
+        self._acknowledge = acknowledge
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         """Python writes the number of each signal into the second end."""
         self._fd_before = -1
         self._thread: threading.Thread | None = None
         self.asked: signal.Signals | None = None
-        """The signal that came first."""
+        """The first signal."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -82,7 +81,7 @@ class StopSignals:
 
 
 def _leave_signals_to_parent() -> None:
-    """A forked child that gets a signal must not write into the pipe of its parent."""
+    """Keep a forked child that gets a signal from writing into its parent's pipe."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
@@ -90,22 +89,10 @@ def _leave_signals_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_signals_to_parent)
 
 
-def logged_metrics(metrics_file: Path, step: int) -> dict[str, Any] | None:
-    """The metrics of a step in the run's file; None for step 0 and for a step that it does not have."""
-    lines = metrics_file.read_text(errors="replace").splitlines() if step and metrics_file.is_file() else []
-    for line in lines:
-        with suppress(ValueError):  # a line that a crash cut
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") == step:
-                return {name: value for name, value in row.items() if name not in ("step", "time")}
-    return None
-
-
 def end_on_sigterm() -> None:
-    """Make SIGTERM raise Stopped where the program is, as SIGINT raises KeyboardInterrupt: while no step is done, so that there is
-    nothing to save.
+    """Make SIGTERM raise Stopped, as SIGINT raises KeyboardInterrupt, before the first step: there is nothing to save.
 
-    Call it after `ray.init`, whose own handler ends the process in the middle of what it does.
+    Call it after `ray.init`, whose own handler ends the process at once.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _raise)

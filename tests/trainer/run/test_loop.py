@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ from lockstep.errors import (
 )
 from lockstep.observability.display import Display
 from lockstep.observability.trackers import Tracking, _JsonLines
-from lockstep.trainer.run.loop import Run
+from lockstep.trainer.run.loop import Run, check_best
+from lockstep.trainer.run.program import summarise, summarise_stage
 from lockstep.trainer.run.stop import end_on_sigterm
-from lockstep.trainer.run.summary import summarise, summarise_stage
 
 
 @dataclass
@@ -992,3 +993,15 @@ def test_numbers_that_are_not_finite_stop_a_run_unless_it_is_told_otherwise(tmp_
         Poisoned(tmp_path / "b", 5, {2, 3}, NumericalError("nan"), on_nonfinite="rollback", max_restarts=1).fit()
     with pytest.raises(ConfigError, match="rollback needs trainer.max_restarts"):
         TrainerConfig(on_nonfinite="rollback")
+
+
+def test_while_only_the_critic_learns_a_metric_of_the_actor_is_not_missed():
+    told = []
+    section = SimpleNamespace(best_metric="actor/entropy", critic_warmup=2)
+    for step in (1, 2):
+        check_best(section, {"val-core/x": 1.0}, {}, step, told.append)
+    assert told == []
+    check_best(section, {"val-core/x": 1.0}, {}, 3, told.append)
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match="trainer.best_metric=actor/entropy"):
+        check_best(SimpleNamespace(best_metric="actor/entropy"), {"val-core/x": 1.0}, {}, 1, told.append)
