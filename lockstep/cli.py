@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "lockstep.tools.report.command",
             "`report RUN`: write one HTML file about a run, with its samples token by token",
         ),
-        "compare": ("lockstep.tools.compare", "compare what several algorithms would do with one recorded batch"),
+        "compare": ("lockstep.tools.compare.command", "compare what several algorithms would do with one recorded batch"),
     },
     "use": {
         "generate": ("lockstep.tools.generate", "print what a model writes after a prompt, with log-probs on request"),

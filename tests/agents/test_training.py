@@ -17,8 +17,8 @@ from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.rewards.manager import RewardManager
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.single_controller.ray import RayWorkerGroup
+from lockstep.tools.compare.algorithms import read_algorithm
 from lockstep.tools.compare.measure import compare
-from lockstep.tools.compare.named import read_algorithm
 from lockstep.trainer.ppo.recording import load_recording
 from lockstep.utils.tokenizer import hf_tokenizer
 

@@ -73,7 +73,8 @@ def _judge(manager: RewardManager, name: str, weight: float, source: str | None,
     if name == MODEL:
         return {"weight": weight}
     found = manager.function(name, source)
-    function, settings = found.function, dict(sandbox) if found.takes_sandbox else {}
+    function = found.function
+    settings = dict(sandbox) if found.takes_sandbox else {}
     while hasattr(function, "func"):  # a function of lists, or one with some of its arguments
         settings |= getattr(function, "keywords", {})
         function = function.func

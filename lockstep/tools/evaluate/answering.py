@@ -87,8 +87,11 @@ class LocalModel(Answerer):
         step: int | None = None,
     ) -> None:
         """`step`: of a checkpoint, whose answers are then those of its validation in training."""
-        self._name, self._step = name, step
-        self._engine, self._tokenizer, self._stop_token_ids = engine, tokenizer, stop_token_ids
+        self._name = name
+        self._step = step
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
         self._encoder = PromptEncoder(tokenizer, template_kwargs)
 
     @property
@@ -110,7 +113,8 @@ class LocalModel(Answerer):
             yield self._sample(Sample(*places[completion.index]), completion, drawing.stop)
 
     def log_likelihoods(self, questions: Sequence[Question]) -> list[list[float]]:
-        requests, num_context = [], []
+        requests = []
+        num_context = []
         for i, (question, prompt) in enumerate(zip(questions, self._encode(questions), strict=True)):
             for k, choice in enumerate(question.choices):
                 # Cut as one text, so that the tokens are those that such a text has; the prompt ends where its own tokens do.
@@ -133,7 +137,8 @@ class LocalModel(Answerer):
         self._engine.close()
 
     def _sample(self, sample: Sample, completion: Completion, stop: tuple[str, ...]) -> Sample:
-        sample.finish_reason, sample.failure = completion.finish_reason, completion.error
+        sample.finish_reason = completion.finish_reason
+        sample.failure = completion.error
         sample.num_tokens = len(completion.ids)
         sample.text = cut_at_stop(self._tokenizer.decode(completion.ids.tolist(), skip_special_tokens=True), stop)
         return sample

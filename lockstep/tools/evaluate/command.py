@@ -161,7 +161,8 @@ def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
         form = options.format or ("chat" if tokenizer is None or tokenizer.chat_template else "plain")
         questions, template, account = load_task(options.task, options.source, form, options.shots, options.limit)
         task = TASKS[options.task]
-        stop, max_tokens = tuple(template["stop"]), task.max_tokens
+        stop = tuple(template["stop"])
+        max_tokens = task.max_tokens
         judging |= {"compute_score": task.grade, "weights": None, "functions": None}
         shown = ["strict", "flexible"] if task.grade else ["acc", "acc_norm"]
     else:

@@ -62,7 +62,8 @@ def compare_with(
     found: dict[str, Any] = {}
     for source, part in results.items():
         for variable in part["scores"]:
-            new_scores, old_scores = [], []
+            new_scores = []
+            old_scores = []
             for place, i in placed((question.source, question.hash) for question in questions):
                 if place[0] == source and groups.get(i) and old.get(place, {}).get(variable):
                     new_scores.append([sample.scores[variable] for sample in groups[i]])

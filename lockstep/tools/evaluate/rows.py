@@ -41,7 +41,8 @@ def data_questions(config: PPOConfig, files: Any, tokenizer: Any, limit: int | N
 
 
 def _question(item: Mapping[str, Any]) -> Question:
-    prompt, ids = item["raw_prompt"], item.get("prompt_ids")
+    prompt = item["raw_prompt"]
+    ids = item.get("prompt_ids")
     said = (
         prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content")) for turn in prompt if turn.get("role") == "user")
     )

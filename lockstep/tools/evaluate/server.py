@@ -31,7 +31,8 @@ class Server(Answerer):
 
     def __init__(self, url: str, model: str | None, num_at_once: int, timeout_s: float) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._timeout_s, self._num_at_once = timeout_s, num_at_once
+        self._timeout_s = timeout_s
+        self._num_at_once = num_at_once
         try:
             listed = [entry["id"] for entry in self._call("/v1/models")["data"]]
         except (_Refused, *_LOST, ValueError, LookupError, TypeError) as error:
@@ -94,7 +95,8 @@ class Server(Answerer):
             sample.finish_reason = answer["choices"][0]["finish_reason"]
             sample.num_tokens = (answer.get("usage") or {}).get("completion_tokens")
         except (_Refused, *_LOST, ValueError, LookupError, TypeError) as error:
-            sample.finish_reason, sample.failure = "error", f"the server gave no answer: {error!r}"
+            sample.finish_reason = "error"
+            sample.failure = f"the server gave no answer: {error!r}"
         return sample
 
     def _log_likelihood(self, context: str, continuation: str) -> float:
@@ -108,7 +110,8 @@ class Server(Answerer):
         }
         try:
             said = self._call("/v1/completions", body)["choices"][0]["logprobs"]
-            offsets, numbers = said["text_offset"], said["token_logprobs"]
+            offsets = said["text_offset"]
+            numbers = said["token_logprobs"]
             end = len(context) + len(continuation)
             # A token belongs to the continuation that it begins in, the generated one to none.
             return float(sum(number for offset, number in zip(offsets, numbers, strict=True) if len(context) <= offset < end))

@@ -146,13 +146,15 @@ def _humaneval_text(row: SourceRow) -> tuple[str, str]:
 
 
 def _mbpp_text(row: SourceRow) -> tuple[str, str]:
-    task, tests = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+    task = row.get("text") or row["prompt"]
+    tests = "\n".join(row["test_list"])
     asked = f"You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
     return asked, f"{row['code']}\n[DONE]"
 
 
 def _hellaswag_text(row: SourceRow) -> tuple[str, str]:
-    first, second = row.get("ctx_a"), row.get("ctx_b")
+    first = row.get("ctx_a")
+    second = row.get("ctx_b")
     context = f"{first} {second.capitalize()}" if first and second else row["ctx"]
     return _untagged(f"{row['activity_label']}: {context}"), _hellaswag_choices(row)[int(row["label"])]
 

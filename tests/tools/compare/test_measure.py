@@ -9,10 +9,10 @@ from helpers.tiny import save_tiny_model
 
 from lockstep.config.load import with_changes
 from lockstep.errors import ConfigError, DataError
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, Ragged
 from lockstep.tools.compare import measure as measure_module
+from lockstep.tools.compare.algorithms import LOSS_KWARGS, Algorithm, own_changes, read_algorithm, read_algorithms
 from lockstep.tools.compare.measure import compare
-from lockstep.tools.compare.named import LOSS_KWARGS, Algorithm, own_changes, read_algorithm, read_algorithms
 
 AGG = "actor_rollout_ref.actor.loss_agg_mode"
 CLIP, DUAL, TEMPERATURE, ENTROPY, KL = 0.2, 3.0, 1.3, 0.05, 0.1
@@ -248,3 +248,67 @@ def test_a_missing_baseline_leaves_rows_out_of_what_reads_baselines_alone(record
     assert 0.0 not in whole.row_pushes[:2]
     assert (remax.masked_fraction, whole.masked_fraction) == pytest.approx((8 / 21, 2 / 21))
     assert rloo.row_pushes == same.row_pushes
+
+
+def gradients(count=3):
+    generator = torch.Generator().manual_seed(0)
+    return [{"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(count)]
+
+
+def ragged(block):
+    """Rows of all their columns, and one more row without tokens."""
+    return Ragged.from_rows([*block, []], dtype=block.dtype)
+
+
+def flat(gradient):
+    return torch.cat([tensor.flatten() for tensor in gradient.values()]).double()
+
+
+def test_cosines_are_those_of_the_flattened_gradients():
+    several = gradients()
+    expected = torch.nn.functional.normalize(torch.stack([flat(g) for g in several]), dim=1)
+    found = measure_module.cosines(measure_module.dots(several))
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected @ expected.T, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_of_zero_has_no_direction():
+    one, two = gradients(2)
+    zero = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
+    (a, b, none), *_, last = measure_module.cosines(measure_module.dots([one, two, zero]))
+    assert a == pytest.approx(1)
+    assert b is not None
+    assert none is None
+    assert last == [None, None, None]
+
+
+def test_gradients_of_different_parameters_are_not_compared():
+    one, two = gradients(2)
+    with pytest.raises(ValueError, match="'c'"):
+        measure_module.dot(one, {"a": two["a"], "c": two["b"]})
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [([2.0, 2, 2, 2], 1.0), ([0.0, 5, 0, 0], 0.25), ([1.0, 3], 16 / 20), ([0.0, 0], None)]
+)
+def test_the_effective_share_is_that_of_kish(weights, share):
+    assert measure_module.effective_share(torch.tensor(weights)) == (share if share is None else pytest.approx(share))
+    assert measure_module.effective_share(7 * torch.tensor(weights)) == (share if share is None else pytest.approx(share))
+
+
+def test_the_strongest_are_the_peaks_of_the_rows_in_order():
+    pushes = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+    pushes[4] = 0.0
+    for sign, found in zip((1, -1), measure_module.strongest(ragged(pushes), 4), strict=True):
+        peaks = sorted(((sign * pushes[r]).max().item(), -r) for r in range(9))[::-1]
+        expected = [(-r, int((sign * pushes[-r]).argmax())) for value, r in peaks if value > 0][:4]
+        assert found == expected
+    assert measure_module.strongest(ragged(torch.zeros(2, 3)), 4) == ([], [])
+
+
+def test_windows_are_in_different_rows_and_serve_each_algorithm_in_turn():
+    first, second = torch.zeros(4, 3), torch.zeros(4, 3)
+    first[0, 2], first[1, 0] = -9.0, 1.0
+    second[3, 1], second[0, 0] = 0.1, -0.05
+    assert measure_module.windows([ragged(first), ragged(second)], 4) == [(0, 2), (3, 1), (1, 0)]
+    assert measure_module.windows([ragged(first), ragged(second)], 2) == [(0, 2), (3, 1)]
+    assert measure_module.windows([ragged(torch.zeros(4, 3))], 2) == []

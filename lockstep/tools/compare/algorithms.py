@@ -26,7 +26,8 @@ from lockstep.errors import ConfigError
 from lockstep.utils.files import load_reference
 
 _ACTOR = "actor_rollout_ref.actor"
-_ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
+_ESTIMATOR = "algorithm.adv_estimator"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 LOSS_KWARGS = f"{_ACTOR}.policy_loss.loss_kwargs"
 _SHORT_KWARGS = "loss_kwargs="
 
@@ -44,7 +45,7 @@ class Algorithm:
 def _make(
     estimator: str, loss: str, aggregation: str, low: float | None = None, high: float | None = None, norm: bool = True
 ) -> dict[str, Any]:
-    """The keys of an algorithm; a clip range of None is the recorded run's actor.clip_ratio."""
+    """Return the keys of an algorithm; a clip range of None is the recorded run's actor.clip_ratio."""
     return {
         _ESTIMATOR: estimator,
         _LOSS: loss,
@@ -95,19 +96,18 @@ def own_changes(algorithm: Algorithm, recorded: PPOConfig) -> dict[str, Any]:
     given = algorithm.changes.get(LOSS_KWARGS)
     if given is None and is_recorded:
         return algorithm.changes
-    below = {key: value for key, value in algorithm.changes.items() if key.startswith(f"{LOSS_KWARGS}.")}
-    others = {key: value for key, value in algorithm.changes.items() if key != LOSS_KWARGS and key not in below}
-    return {
-        **others,
-        LOSS_KWARGS: {},
-        **below,
-        **({f"{LOSS_KWARGS}.{name}": value for name, value in given.items()} if given else {}),
-    }
+    prefix = f"{LOSS_KWARGS}."
+    arguments = {key: value for key, value in algorithm.changes.items() if key.startswith(prefix)}
+    others = {key: value for key, value in algorithm.changes.items() if key != LOSS_KWARGS and key not in arguments}
+    arguments |= {f"{prefix}{name}": value for name, value in (given or {}).items()}
+    return {**others, LOSS_KWARGS: {}, **arguments}
 
 
 def read_algorithm(text: str) -> Algorithm:
-    """The algorithm that `text` names; see the module. Raises ConfigError, with the nearest name, when there is none, and DataError
-    for a file that does not exist."""
+    """Return the algorithm that `text` names; see the module.
+
+    Raises ConfigError, with the nearest name, if there is no such algorithm, and DataError if a file does not exist.
+    """
     if text.endswith((".yaml", ".yml")):
         return Algorithm(Path(text).stem, read_keys(text))
     loss, plus, estimator = text.rpartition("+")
@@ -138,5 +138,5 @@ def _estimator(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """mine.py:function is shown as function."""
+    """Return `function` of mine.py:function."""
     return text.rpartition(":")[2]

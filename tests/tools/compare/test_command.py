@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.tools.compare import main
+from lockstep.tools.compare.command import main
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,6 @@ def test_the_checkpoint_after_the_recorded_step_has_moved(recorded, tmp_path):
 )
 def test_bad_input_is_one_line_that_says_what_to_do(recorded, capsys, arguments, says):
     assert main([text.format(rec=recorded / "rec") for text in arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert says in error
+    printed = capsys.readouterr().err.removeprefix("comparing ...\n")
+    assert printed.startswith("error: ")
+    assert says in printed

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.config.load import load_config, with_changes
 from lockstep.errors import ConfigError, DataError
-from lockstep.tools.compare.named import ALGORITHMS, read_algorithm
+from lockstep.tools.compare.algorithms import ALGORITHMS, read_algorithm
 from lockstep.trainer.ppo.checks import check_algorithm
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
