@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lockstep.judging.code import compute_score  # noqa: E402
-from lockstep.judging.sandbox import Limits, LocalSandbox  # noqa: E402
+from lockstep.judging.sandbox import LocalSandbox, ProgramLimits  # noqa: E402
 from lockstep.judging.sandbox.isolation import _inside, find_isolation  # noqa: E402
 
 SMALL = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\nassert add('a', 'b') == 'ab'\n"
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, help="only so many of each file's tasks, for a look at the script itself")
     arguments = parser.parse_args()
     human_eval, mbpp = (_rows(arguments.data / f"{name}.jsonl")[: arguments.tasks] for name in ("humaneval", "mbpp"))
-    with LocalSandbox(limits=Limits(wall_s=60.0 if arguments.check else 10.0)) as sandbox:  # one reference takes seconds
+    with LocalSandbox(limits=ProgramLimits(wall_s=60.0 if arguments.check else 10.0)) as sandbox:  # one reference takes seconds
         sandbox.check()
         if arguments.check:
             return check(sandbox, human_eval, mbpp)

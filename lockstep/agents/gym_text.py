@@ -11,15 +11,15 @@ _MOVES = {
     "CliffWalking": ("up", "right", "down", "left"),
     "Blackjack": ("stick", "hit"),
 }
-"""Game -> words for its actions, in gymnasium's order."""
+"""Game -> words for its actions in gymnasium's order."""
 _MARKED = re.compile(r"\x1b\[\d+m(.)\x1b\[0m")
 
 
 class GymText(Environment):
     """`agent.environment=lockstep.agents.gym_text:GymText`, with the game and its options in the rows' `env_kwargs`.
 
-    The policy sees the state as text and moves by a word; another word costs it a turn and is told so. Rewards are the game's own, on the
-    turn that earned them; `success` in the info is whether the last of them was more than 0.
+    The policy sees the state as text and moves by a word. Other text costs a turn and is answered by the words. Rewards are the game's, on
+    the turn that earned them; `success` in the info says whether the last reward was more than 0.
     """
 
     is_quick = True
@@ -40,14 +40,14 @@ class GymText(Environment):
         self._game = gymnasium.make(name, **({"render_mode": "ansi"} if self._shows_map else {}) | options)
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
-        """The first state, after the row's prompt where it has one."""
+        """Return the first state, after the row's prompt if it has one."""
         state, _ = self._game.reset(seed=seed)
         rules = row.get("prompt")
         text = self._text(state)
         return Turn([{"role": "user", "content": f"{rules}\n{text}" if isinstance(rules, str) and rules.strip() else text}])
 
     def step(self, action: Action) -> Turn:
-        """Move by the last of the game's words that the policy said."""
+        """Move by the last of the game's words in the policy's turn."""
         said = re.findall("|".join(self._moves), action.content.lower())
         if not said:
             return Turn([{"role": "user", "content": f"Say one of: {', '.join(self._moves)}."}])

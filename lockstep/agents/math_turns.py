@@ -1,4 +1,4 @@
-"""Math with a Python tool over several turns: what GSM8K is as an environment."""
+"""Math with a Python tool over several turns: GSM8K as an environment."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from lockstep.rewards.graders import default_compute_score
 class MathTurns(ToolEnvironment):
     """`agent.environment=lockstep.agents.math_turns:MathTurns`, with rows as `lockstep preprocess gsm8k` writes them.
 
-    The policy may run programs. A turn without a call is an answer, which the rule of the row's data_source grades; after a wrong one
-    the policy is told so and may try again, `attempts` times in all. A right answer is worth 1 / its number. `right` in the info is
-    whether the last one was right.
+    The policy may run programs. A turn without a call is an answer, which the rule of the row's data_source grades. After a wrong answer
+    the policy may try again, `attempts` times in all. A right answer earns 1 / its number. `right` in the info says whether the last answer
+    was right.
     """
 
     is_judged = False
@@ -28,7 +28,7 @@ class MathTurns(ToolEnvironment):
         self._left = self._attempts = attempts
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
-        """The question."""
+        """Return the question."""
         truth = (row.get("reward_model") or {}).get("ground_truth")
         if truth is None:
             raise DataError("MathTurns needs rows with reward_model.ground_truth, as lockstep preprocess gsm8k writes them")
@@ -39,7 +39,7 @@ class MathTurns(ToolEnvironment):
         return turn
 
     def step(self, action: Action) -> Turn:
-        """The result of a program, or what the answer is worth."""
+        """Return the result of a program, or the reward of an answer."""
         if action.calls or action.faults:
             turn = super().step(action)
             assert isinstance(turn, Turn)

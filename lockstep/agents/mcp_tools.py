@@ -1,7 +1,7 @@
 """Tools of MCP servers that speak over stdin and stdout: what `agent.mcp='["COMMAND"]'` starts. Needs the extra `mcp`.
 
-Every episode has servers of its own, so that none sees what another did; one is started by the episode's first call of its tools. A server
-that cannot be started, dies or breaks the protocol is the environment's failure; what a tool reports as its error is text for the policy.
+Every episode has servers of its own, so that episodes do not see each other; the first call of a server's tools starts it. A server that
+cannot be started, dies or breaks the protocol is a failure of the environment; an error that a tool reports is text for the policy.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from lockstep.errors import ConfigError, MissingExtra
 
 
 class Server:
-    """One server process, which `call` starts and `close` ends. Sent to another process, it is one that is not yet started."""
+    """One server process, which `call` starts and `close` ends. A pickled copy has not been started."""
 
     def __init__(self, command: str, timeout_s: float) -> None:
-        """`timeout_s` is for its start and for each call."""
+        """`timeout_s` limits the start and each call."""
         self._command = command
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -33,11 +33,11 @@ class Server:
         return Server, (self._command, self._timeout_s)
 
     def tools(self) -> list[Any]:
-        """What the server has, in its own words."""
+        """Return the server's list of tools."""
         return list(self._ask(lambda session: session.list_tools()).tools)
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a tool's result. Raises ToolError for what the tool calls an error."""
+        """Return the text of a tool's result. Raise ToolError for an error that the tool reports."""
         result = self._ask(lambda session: session.call_tool(name, arguments))
         text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
         if result.is_error:
@@ -45,7 +45,7 @@ class Server:
         return text
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process if it runs."""
         loop = self._loop
         self._loop = None
         self._session = None
@@ -89,7 +89,7 @@ class Server:
         return f"{type(error).__name__}: {error}"
 
     def _run(self, loop: asyncio.AbstractEventLoop, started: Future[Any]) -> None:
-        """The session's whole life, in one task of one thread: what it is made with must be left where it was entered."""
+        """Run the whole session in one task of one thread: its context managers must be left in the task that entered them."""
         try:
             loop.run_until_complete(self._serve(started))
         except BaseException as error:
@@ -117,7 +117,7 @@ class Server:
 
 
 class ServerTool:
-    """A function that a server has. Tools of one server share it."""
+    """A function of a server. Tools of one server share the server."""
 
     def __init__(self, server: Server, name: str) -> None:
         self._server = server
@@ -132,9 +132,9 @@ class ServerTool:
 
 
 def mcp_tools(command: str, timeout_s: float) -> list[Tool]:
-    """The tools of a server, for one episode. The server is asked for them once a process.
+    """Return the tools of a server for one episode. The list is requested once per process.
 
-    Raises ConfigError where it cannot be, MissingExtra without the package mcp.
+    Raise ConfigError if the server fails, MissingExtra without the package mcp.
     """
     server = Server(command, timeout_s)
     return [

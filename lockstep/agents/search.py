@@ -1,11 +1,11 @@
 """Search over local files with BM25: what `agent.tools='[search]'` calls.
 
-Texts are cut into passages at blank lines; of a .jsonl file every row is one. A passage d scores for a query
+Texts are cut into passages at blank lines; each row of a .jsonl file is a passage. A passage d scores for a query
 
     sum over the query's words w of  log(1 + (N - n_w + 0.5) / (n_w + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * |d| / mean |d|))
 
-where f is how often w stands in d, n_w in how many of the N passages. Of two with the same score, the one that comes first in the files
-(in the order of their names) is first: the same query has the same answer everywhere.
+where f counts w in d, and n_w counts the passages, of N, that contain w. Passages with equal scores are in the order of the files, which
+are sorted by name, so the same query has the same answer everywhere.
 """
 
 import functools
@@ -29,15 +29,15 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text that can be found."""
+    """A piece of text."""
 
     source: str
-    """File in the folder, and the line where it begins."""
+    """File in the folder and line where the passage begins."""
     text: str
 
 
 class Index:
-    """The passages of a folder, by their words."""
+    """The passages of a folder, indexed by word."""
 
     def __init__(self, passages: list[Passage]) -> None:
         self.passages = passages
@@ -59,7 +59,7 @@ class Index:
         return np.asarray(rarity * counts * (_K1 + 1) / (counts + norm))
 
     def scores(self, query: str) -> np.ndarray:
-        """Of every passage."""
+        """Return the score of every passage."""
         total = np.zeros(len(self.passages))
         for word in _words(query):
             if word in self._places:
@@ -67,14 +67,14 @@ class Index:
         return total
 
     def best(self, query: str, count: int) -> list[Passage]:
-        """Those with a word of the query, best first."""
+        """Return the passages with a word of the query, best first."""
         scores = self.scores(query)
         order = np.argsort(-scores, kind="stable")[:count]
         return [self.passages[i] for i in order if scores[i] > 0]
 
 
 def search_tool(folder: str | None, count: int) -> Tool:
-    """The tool, with the folder read. Raises ConfigError where there is nothing to search."""
+    """Read the folder and return the tool. Raise ConfigError if there is nothing to search."""
     if folder is None:
         raise ConfigError(
             "agent.tools has search, and agent.search_folder does not say where: agent.search_folder=FOLDER of text files"
@@ -93,7 +93,7 @@ def search_tool(folder: str | None, count: int) -> Tool:
 
 
 def search(query: str, folder: str, count: int) -> str:
-    """The passages of a folder that fit the query best, as text. Raises ToolError for a query without words."""
+    """Return the passages of a folder that fit the query best, as text. Raise ToolError for a query without words."""
     if not _words(query):
         raise ToolError("the query has no words")
     found = _index(folder).best(query, count)

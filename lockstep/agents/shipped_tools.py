@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.judging import Sandbox
 
 SANDBOX_QUEUE_S = 300.0
-"""How long a program may wait for a place in the sandbox: as `Sandbox.queue_s`."""
+"""How long a program may wait for a place in the sandbox, as `Sandbox.queue_s`."""
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,

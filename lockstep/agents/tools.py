@@ -26,7 +26,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ToolError(Exception):
-    """Raised by a tool for what the policy did wrong: its text is the result. Any other exception is the tool's own failure."""
+    """Raised by a tool for a mistake of the policy: its text is the result. Any other exception is a failure of the tool."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Tool:
     schema: dict[str, Any]
     """{"type": "function", "function": {"name", "description", "parameters"}}."""
     function: Callable[..., Any]
-    """Called with the arguments by name; sync or async. What it returns is the result: text (or its bytes) as it is, all else as JSON."""
+    """Called with the arguments by name; sync or async. Returns the result: text or its bytes as they are, other values as JSON."""
 
     def __post_init__(self) -> None:
         function = self.schema.get("function") if isinstance(self.schema, dict) else None
@@ -51,9 +51,10 @@ class Tool:
 
     @classmethod
     def of(cls, given: Any) -> Tool:
-        """A tool as it is, or of a Python function: the schema is its signature and docstring (Google style, every argument described).
+        """Return a tool as it is, or make one from a Python function: the schema comes from its signature and docstring (Google style, with
+        every argument).
 
-        Raises ConfigError, saying what the function lacks.
+        Raise ConfigError, naming what the function lacks.
         """
         if isinstance(given, Tool):
             return given
@@ -72,7 +73,7 @@ class Tool:
         return cls(schema["function"]["name"], schema, given)
 
     def fault(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments, for the policy; None if nothing is."""
+        """Return what is wrong with the arguments, for the policy; None if they are right."""
         parameters = self.schema["function"].get("parameters", {})
         known = parameters.get("properties", {})
         for name in parameters.get("required", ()):
@@ -88,8 +89,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class NamedTool(Tool):
-    """A tool that another process loads again by its name in the configuration, so that it may call anything. The schema is sent along:
-    making one from a function imports transformers, which takes seconds."""
+    """A tool that another process loads by its name in the configuration, so that it may use objects that cannot be pickled. Its schema is
+    sent along: making a schema from a function imports transformers, which takes seconds."""
 
     source: str = ""
     attribute: str = ""
@@ -99,9 +100,9 @@ class NamedTool(Tool):
 
 
 def load_tool(path: str, attribute: str, schema: dict[str, Any] | None = None) -> NamedTool:
-    """The tool that a file or a module defines as a function or a `Tool`; `schema` is the function's, where it is known.
+    """Return the tool that a file or a module defines as a function or a `Tool`; `schema` is the function's schema, if it is known.
 
-    Raises DataError if it cannot be loaded, ConfigError if it cannot be a tool.
+    Raise DataError if it cannot be loaded, ConfigError if it cannot be a tool.
     """
     given = load_object(path, attribute)
     if isinstance(given, Tool) or schema is None:
@@ -111,17 +112,17 @@ def load_tool(path: str, attribute: str, schema: dict[str, Any] | None = None) -
 
 
 _sent_schemas: dict[tuple[str, str], dict[str, Any]] = {}
-"""Function -> its schema, as the process that started this one has made it."""
+"""Function -> its schema from the parent process."""
 
 
 def learn_schemas(schemas: Mapping[tuple[str, str], dict[str, Any]]) -> None:
-    """Called in the process of an environment: keep the schemas that its class's methods and functions have."""
+    """Keep the schemas of an environment's methods and functions. Called in the environment's process."""
     _sent_schemas.update(schemas)
 
 
 @functools.cache
 def schemas_of(kind: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """What `learn_schemas` takes, for a class's own tools. Empty where they cannot be tools: making the environment says so."""
+    """Return the schemas of a class's tools for `learn_schemas`. Empty if they cannot be tools; making the environment raises then."""
     try:
         return {_name_of(tool.function): tool.schema for tool in tools_of(kind)} if getattr(kind, "tools", ()) else {}
     except ConfigError:
@@ -139,7 +140,7 @@ def _type_names(schema: Mapping[str, Any]) -> str:
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value has the type that a schema asks for. What a schema says beyond type and enum is the tool's to check."""
+    """Return whether a value has the type or is in the enum of a schema. The tool checks everything else."""
     if "enum" in schema:
         return value in schema["enum"]
     kinds = schema.get("type", [])
@@ -152,17 +153,17 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def tools_of(kind: type[Environment]) -> list[Tool]:
-    """The tools of a class of environments, as the policy is told of them."""
+    """Return the tools that a class of environments shows to the policy."""
     return [Tool.of(MethodType(getattr(kind, tool), kind) if isinstance(tool, str) else tool) for tool in kind.tools]
 
 
 class ToolEnvironment(Environment):
-    """Calls what the policy asks for and answers with the results; without a call the episode is over, and the reward judges it."""
+    """Makes the policy's calls and answers with the results. A turn without a call ends the episode, which the reward function judges."""
 
     is_judged = True
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:
-        """`tools` beside those of the class."""
+        """`tools` are added to the tools of the class."""
         own = [Tool.of(getattr(self, tool) if isinstance(tool, str) else tool) for tool in type(self).tools]
         self._by_name = {tool.name: tool for tool in (*own, *map(Tool.of, tools))}
 
@@ -179,13 +180,13 @@ class ToolEnvironment(Environment):
         return self._answer(action, results)
 
     def close(self) -> None:
-        """A tool whose function has a `close` of its own, as those of servers have, hears that the episode is over."""
+        """Close tools whose function has a method `close`, as tools of servers do."""
         for tool in self._by_name.values():
             if hasattr(tool.function, "close"):
                 tool.function.close()
 
     def _call(self, call: ToolCall) -> Any:
-        """The result's text or a Fault, or what will become one of them."""
+        """Return the result's text or a Fault, or an awaitable of them."""
         tool = self._by_name.get(call.name)
         if tool is None:
             return Fault(f"there is no tool {call.name!r}; there are: {', '.join(self._by_name) or 'none'}")
@@ -198,7 +199,7 @@ class ToolEnvironment(Environment):
         return _awaited(result) if inspect.isawaitable(result) else _as_text(result)
 
     async def _answer_later(self, action: Action, results: list[str | Fault], result: Awaitable[str | Fault]) -> Turn:
-        """The answer, with what the first calls have returned and what the next one will; those after it are made then."""
+        """Return the answer from the results of the first calls and the awaitable of the next; make the remaining calls after it."""
         results.append(await result)
         for call in action.calls[len(results) :]:
             made = self._call(call)

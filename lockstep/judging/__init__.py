@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lockstep.judging import code, competition, geometry, math
     from lockstep.judging.code import extract_program, parses
     from lockstep.judging.math import last_boxed
-    from lockstep.judging.sandbox import Limits, Result, Sandbox, default_sandbox, make_sandbox
+    from lockstep.judging.sandbox import ProgramLimits, Result, Sandbox, default_sandbox, make_sandbox
 
 __getattr__ = lazy_names(
     __name__,
@@ -19,6 +19,6 @@ __getattr__ = lazy_names(
         "": "code competition geometry math",
         "code": "extract_program parses",
         "math": "last_boxed",
-        "sandbox": "Limits Result Sandbox default_sandbox make_sandbox",
+        "sandbox": "ProgramLimits Result Sandbox default_sandbox make_sandbox",
     },
 )

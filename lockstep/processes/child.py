@@ -16,29 +16,29 @@ from dataclasses import dataclass
 from typing import Any
 
 HEADER = struct.Struct("!Q")
-"""Stands before every answer and says how long it is."""
+"""Precedes every answer: its length."""
 MARK = "LOCKSTEP_KILLABLE_CHILD"
-"""The environment variable that a child has: the process id of its parent."""
+"""Environment variable of a child: the process id of its parent."""
 
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A function as the child can find it again."""
+    """A function in a form that the child can import."""
 
     pickled: bytes
     modules: tuple[tuple[str, str | None], ...]
-    """Name and file of the modules that define it: the name may mean nothing to another process."""
+    """Name and file of the modules that define it: another process may not know the name."""
 
 
 def serve(max_memory_mb: int | None) -> None:
-    """The child's program: read a function with its arguments (None: only import it), answer ("ok", value) or ("raised", traceback).
+    """Run the child's program: read a function with its arguments (None: only import it), answer ("ok", value) or ("raised", traceback).
 
-    Ends when the parent closes the pipe. It, and each process that it starts, may have `max_memory_mb` of memory of its own.
+    Return when the parent closes the pipe. The child and each process that it starts may use `max_memory_mb` of memory.
     """
     _die_with_parent()
     if max_memory_mb is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (max_memory_mb << 20,) * 2)
-    # The function may print: what it writes to stdout goes to stderr, so that answers stay whole.
+    # The function may print. Its stdout goes to stderr, so that answers stay whole.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0), "rb")
@@ -64,7 +64,7 @@ def _answer(reference: FunctionReference, arguments: bytes | None) -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """Its traceback, without the frame that caught it."""
+    """Return an error's traceback without the frame that caught it."""
     tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return "".join(traceback.format_exception(type(error), error, tail))
 
@@ -90,7 +90,7 @@ def _load(reference: FunctionReference) -> Callable[..., Any]:
 
 
 def _die_with_parent() -> None:
-    """Under a guard (Linux) this process and its descendants end with the parent. Elsewhere one that is idle ends with its pipe."""
+    """Make this process and its descendants end with the parent, under a guard (Linux). Elsewhere an idle child ends with its pipe."""
     parent = int(os.environ[MARK])
     if sys.platform == "linux":
         from lockstep.processes.guard import split

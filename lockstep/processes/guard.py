@@ -1,6 +1,6 @@
-"""The process between us and a child of `lockstep.processes`: it ends all that the child has started, whatever its session.
+"""The guard between the parent and a child of `lockstep.processes`: it ends all descendants of the child, whatever their session.
 
-It is the "subreaper" of all that comes after it: a process whose parent ended is given to it, so nothing leaves its tree.
+The guard is their "subreaper": the kernel makes it the parent of every descendant whose own parent has ended, so nothing leaves its tree.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ _END_S = 5.0
 
 
 def split(parent: int) -> None:
-    """Become two processes. This returns in the second; the first, which keeps the process id, ends with the second, at SIGTERM, or when
-    the process `parent` ends, and all that descends from it with it.
+    """Fork into guard and child. Return in the child. The guard keeps the process id; it ends with the child, at SIGTERM, or when the
+    process `parent` ends, and ends all its descendants.
 
-    Its exit code is that of the second, or 128 + n when signal n ended that.
+    The guard's exit code is the child's, or 128 + n if signal n ended the child.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -48,7 +48,7 @@ def split(parent: int) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Wait for what has ended; the exit code of `child` when it is among that."""
+    """Reap all ended processes; return the exit code of `child` if it is one of them."""
     code = None
     while True:
         try:
@@ -62,7 +62,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_tree() -> None:
-    """Kill children until there are none: those of a dead one become ours."""
+    """Kill children until none are left: children of a dead child become ours."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline and (children := _children()):
         for pid in children:

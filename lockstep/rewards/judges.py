@@ -1,18 +1,18 @@
-"""Which judges score a row, and with what weight. The row's tag decides.
+"""Judges: choose who scores a row, and with what weight, by the row's tag.
 
 ```text
-rule      the function of the row's data_source (or the user's compute_score)
+rule      the function of the row's data_source, or the user's compute_score
 model     the reward model
 sandbox   the row's test cases, run on the program in the response
-NAME      a function of the user's own, named in reward.functions
+NAME      a function of the user, named in reward.functions
 ```
 
-The first of these that says something holds:
+The first of these that is present decides:
 
 1. weights in the row, `reward_model: {"weights": {"rule": 1.0, "model": 0.2}}`;
-2. weights of its data_source in `reward.weights`, or of "*", which stands for every other data_source;
+2. weights of the data_source in `reward.weights`, or of "*", which stands for every other data_source;
 3. `reward_model: {"style": "model"}`: the model; `{"test_cases": ...}`: the sandbox;
-4. the rule of the data_source; without one, the reward model.
+4. the rule of the data_source; without a rule, the reward model.
 """
 
 import asyncio
@@ -33,39 +33,41 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class BatchCall:
-    """A function of lists, (data_sources, solution_strs, ground_truths, extra_infos) -> a result for each row, as one that a
-    `ScoringPool` can call: its score is nothing, its "results" are what the function returned."""
+    """Makes a function of lists, (data_sources, solution_strs, ground_truths, extra_infos) -> a result for each row, callable by a
+    `RewardRunner`: the score is 0.0, and "results" holds what the function returned."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
 
     def __call__(self, **lists: Any) -> dict[str, Any]:
-        """Ask about a batch."""
+        """Call the function for a batch."""
         results = self.func(**lists)
-        return {"score": 0.0, "results": list(asyncio.run(_awaited(results)) if inspect.isawaitable(results) else results)}
+        if inspect.isawaitable(results):
+            results = asyncio.run(_awaited(results))
+        return {"score": 0.0, "results": list(results)}
 
 
 class JudgeFunction(NamedTuple):
-    """The function behind a judge, and what it is called with."""
+    """The function of a judge and its arguments."""
 
     function: Callable[..., Any]
     arguments: dict[str, str]
-    """Those of the four arguments of a reward function that it names, each with the entry of the row that it is given."""
+    """The function's argument -> the row's entry that it gets."""
     takes_sandbox: bool
-    """Whether it has an argument `sandbox`: it runs the response as a program."""
+    """Whether the function has an argument `sandbox`: it runs the response as a program."""
     takes_batch: bool
-    """Whether it is a `BatchCall`: asked once about all rows, when they are there."""
+    """Whether the function is a `BatchCall`, called once when all responses of a batch are finished."""
 
 
 class Judges:
     """Chooses judges by tag.
 
     Args:
-        compute_score: Serves as the rule of every data_source.
-        functions: Judges of the user's own, by name.
+        compute_score: The rule of every data_source; None: the built-in rules.
+        functions: The user's judges, by name.
         weights: data_source (or "*") -> judge -> weight.
 
-    Raises ConfigError for weights that name no known judge.
+    Raise ConfigError for weights that name an unknown judge.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class Judges:
             self._check_names(judges, f"reward.weights.{source}")
 
     def of(self, tag: Tag, has_model: bool) -> JudgeWeights:
-        """Judge -> weight for a row. Without a model its share is left out.
+        """Return judge -> weight for a row. Without a model, the model's weight is left out.
 
-        Raises MissingReward when nobody can judge the row, DataError when it has no data_source or no ground truth and needs one,
-        ConfigError when its weights name a judge that is not there.
+        Raise MissingReward if no judge can score the row, DataError if it lacks a data_source or ground truth that its judge needs,
+        ConfigError if its weights name an unknown judge.
         """
         chosen = {judge: weight for judge, weight in self.explicit(tag).items() if has_model or judge != MODEL}
         if not chosen:
@@ -105,27 +107,32 @@ class Judges:
         return chosen
 
     def explicit(self, tag: Tag) -> JudgeWeights:
-        """The weights that the row or the config states; empty where neither does. Raises ConfigError as `of` does."""
-        self._check_names(weights := dict(tag.weights), f"reward_model.weights of a row with data_source {tag.data_source!r}")
+        """Return the weights that the row or the configuration states; empty if neither does. Raise ConfigError as `of` does."""
+        weights = dict(tag.weights)
+        self._check_names(weights, f"reward_model.weights of a row with data_source {tag.data_source!r}")
         return weights or self._weights.get(tag.data_source or "*") or self._weights.get("*") or {}
 
     def function(self, judge: str, data_source: str | None) -> JudgeFunction:
-        """What is behind a judge other than the model.
+        """Return the function of a judge other than the model.
 
-        Raises MissingReward, DataError where a rule has no data_source, and ConfigError for a function with another required argument.
+        Raise MissingReward, DataError for a rule without a data_source, and ConfigError for a function with another required argument.
         """
         if judge == SANDBOX:
             from lockstep.judging import code
 
             function: Callable[..., Any] = code.compute_score
+        elif judge == RULE:
+            function = self._rule(data_source)
         else:
-            function = self._rule(data_source) if judge == RULE else self.functions[judge]
+            function = self.functions[judge]
         parameters = _parameters(function)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         takes_batch = "solution_strs" in parameters
-        given = {f"{name}s": name for name in _ARGUMENTS} if takes_batch else {name: name for name in _ARGUMENTS}
+        plural = "s" if takes_batch else ""
+        given = {f"{name}{plural}": name for name in _ARGUMENTS}
         required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        if strange := [name for name in required if name not in (*given, "sandbox")]:
+        strange = [name for name in required if name not in (*given, "sandbox")]
+        if strange:
             raise ConfigError(_refusal(function, strange, given))
         arguments = {name: entry for name, entry in given.items() if takes_all or name in parameters}
         if judge == SANDBOX:
@@ -157,7 +164,7 @@ class Judges:
 
 
 def _refusal(function: Callable[..., Any], strange: Sequence[str], given: Iterable[str]) -> str:
-    """Why a function with the required arguments `strange` cannot be called with those that are given."""
+    """Return the message for a function whose required arguments `strange` are not among the `given` ones."""
     name = function_name(function)
     if "completions" in strange:
         return (
@@ -176,7 +183,7 @@ async def _awaited(results: Awaitable[Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Of a function, which may have some of its arguments already. Raises ConfigError for those that it does not take."""
+    """Return the parameters of a function, which may be partial. Raise ConfigError for given arguments that it does not take."""
     try:
         return inspect.signature(function).parameters
     except ValueError:

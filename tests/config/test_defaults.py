@@ -11,7 +11,7 @@ from pathlib import Path
 import lockstep
 from lockstep.config.reference import keys
 from lockstep.config.reward import SandboxConfig
-from lockstep.judging.sandbox.base import Limits
+from lockstep.judging.sandbox.base import ProgramLimits
 from lockstep.judging.sandbox.make import make_sandbox
 
 PACKAGE = Path(lockstep.__file__).parent
@@ -111,7 +111,7 @@ def test_the_sandbox_alone_has_the_configurations_defaults():
     names = {"url": "url", "max_concurrent": "max_concurrent", "wall_s": "wall_s", "memory_limit_mb": "memory_mb"}
     for key, parameter in {**names, "accept_weak_isolation": "accept_weak_isolation"}.items():
         assert made[parameter].default == getattr(config, key), key
-    assert (Limits().wall_s, Limits().memory_mb) == (config.wall_s, config.memory_limit_mb)
+    assert (ProgramLimits().wall_s, ProgramLimits().memory_mb) == (config.wall_s, config.memory_limit_mb)
 
 
 def test_the_scan_sees_parameters_and_fields_and_nothing_else():

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import DataError, ResourceError
 from lockstep.judging.code import compute_score, extract_program
-from lockstep.judging.sandbox import Limits, LocalSandbox, Result, Sandbox
+from lockstep.judging.sandbox import LocalSandbox, ProgramLimits, Result, Sandbox
 from lockstep.rewards.graders import default_compute_score
 
 DATA = Path(__file__).parents[4] / "shared/data/code"
@@ -21,7 +21,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared data folde
 def sandbox():
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    with LocalSandbox(limits=Limits(wall_s=5.0, memory_mb=512)) as made:
+    with LocalSandbox(limits=ProgramLimits(wall_s=5.0, memory_mb=512)) as made:
         yield made
 
 
@@ -284,14 +284,14 @@ def test_a_script_may_read_in_any_way_and_must_exit_with_zero(judge):
     ],
 )
 def test_a_program_at_fault_scores_nothing_and_says_why(sandbox, program, status, reason):
-    quick = LocalSandbox(limits=Limits(wall_s=0.5 if status == "timeout" else 30.0, memory_mb=512))
+    quick = LocalSandbox(limits=ProgramLimits(wall_s=0.5 if status == "timeout" else 30.0, memory_mb=512))
     result = compute_score(program, {"test_list": ["assert f(1) == 1"] * 3}, sandbox=quick)
     assert (result["score"], result["passed"], result["status"]) == (0.0, 0, status), result
     assert reason in result["reason"]
 
 
 def test_a_case_that_runs_out_of_time_ends_the_run(sandbox):
-    quick = LocalSandbox(limits=Limits(wall_s=0.5, memory_mb=512))
+    quick = LocalSandbox(limits=ProgramLimits(wall_s=0.5, memory_mb=512))
     truth = {"inputs": ["1"] + ["0"] * 20, "outputs": ["1"] * 21}
     began = time.monotonic()
     result = compute_score("if not int(input()):\n    while True: pass\nprint(1)", truth, sandbox=quick, continuous=True)
@@ -493,7 +493,7 @@ time.sleep(60)
     ],
 )
 def test_no_program_holds_the_judge_past_its_time(sandbox, program):
-    quick = LocalSandbox(limits=Limits(wall_s=1.0, memory_mb=512))
+    quick = LocalSandbox(limits=ProgramLimits(wall_s=1.0, memory_mb=512))
     began = time.monotonic()
     result = compute_score(program, {"test_list": ["assert sorted(f('x' * 10**6)) == ['x']"] * 20}, sandbox=quick)
     assert (result["score"], result["passed"]) == (0.0, 0)
@@ -545,7 +545,7 @@ class Answers(Sandbox):
     """A sandbox that gives back what it is told to."""
 
     def __init__(self, result):
-        super().__init__(1, Limits())
+        super().__init__(1, ProgramLimits())
         self.result = result
 
     def _execute(self, program, stdin, wall_s):

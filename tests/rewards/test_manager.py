@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -276,6 +278,16 @@ def test_a_row_with_test_cases_is_judged_in_the_sandbox_and_a_rule_and_the_sandb
     assert answer["reward_parts"]["tests"] == [4.0]
     assert answer["failures"][0].kind == "raised"  # the rule cannot read such a ground truth, so the row has no reward
     manager.close()
+
+
+def test_the_sandbox_and_the_graders_of_code_and_math_load_with_the_first_row_that_needs_them():
+    program = (
+        "import sys\nfrom lockstep.data.tag import Tag\nfrom lockstep.rewards.manager import RewardManager\n"
+        "manager = RewardManager(None, 0)\nmanager.check([Tag('openai/gsm8k')])\n"
+        "print([name for name in sys.modules if name.startswith('lockstep.judging')])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (ended.stdout.strip(), ended.returncode) == ("[]", 0), ended.stderr
 
 
 def test_programs_run_in_the_real_sandbox():

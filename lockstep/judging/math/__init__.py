@@ -18,7 +18,7 @@ from collections import deque
 from lockstep.errors import DataError, MissingExtra
 from lockstep.judging.math.spelling import closing_braces, spell
 from lockstep.judging.math.structure import equal, parse
-from lockstep.judging.math.values import Judge, Undecided
+from lockstep.judging.math.values import Comparator, Undecided
 from lockstep.processes import KillableWorker
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
@@ -52,7 +52,7 @@ def is_same(answer: str, truth: str, timeout_s: float) -> bool:
     if not answer.strip() or answer.strip() == truth.strip() or max(len(answer), len(truth)) > _MAX_ANSWER:
         return answer.strip() == truth.strip() != ""
     with contextlib.suppress(Undecided):
-        return equal(parse(spell(answer)), parse(spell(truth)), Judge())
+        return equal(parse(spell(answer)), parse(spell(truth)), Comparator())
     return _is_same_by_algebra(answer, truth, timeout_s)
 
 

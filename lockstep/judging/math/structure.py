@@ -2,7 +2,7 @@ r"""What an answer is made of: lists, pairs, intervals, matrices, relations, and
 
 ```text
 "x = 1 \text{ or } 2\sqrt3 \text{ cm}"  --spell-->  --parse-->  Group("list", (1, 2\sqrt{3} [cm]))
-equal(answer, truth, judge): same groups, same order unless order means nothing, and `judge` decides about pairs of values
+equal(answer, truth, comparator): same groups, same order unless order means nothing, and `comparator` decides about pairs of values
 ```
 
 Brackets mean what they say: (1,2), [1,2] and \{1,2\} are three answers. A list has no order.
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.judging.math.values import Judge, Leaf, read_leaf
+from lockstep.judging.math.values import Comparator, Leaf, read_leaf
 
 _MAX_DEPTH = 8
 _MAX_UNORDERED = 30
@@ -210,33 +210,33 @@ def _is_label(node: Node) -> bool:
 # -- comparing --------------------------------------------------------------------------------------------------------------------------
 
 
-def equal(answer: Node, truth: Node, judge: Judge) -> bool:
-    """Whether an answer says what the truth says. Raises what the judge raises."""
+def equal(answer: Node, truth: Node, comparator: Comparator) -> bool:
+    """Whether an answer says what the truth says. Raises what the comparator raises."""
     if answer == truth and answer != Leaf(""):
         return True
     answer, truth = _opened(answer, truth, _is_label), _opened(truth, answer, _is_name)
     answer, truth = _like(answer, truth), _like(truth, answer)
     if isinstance(answer, Leaf) and isinstance(truth, Leaf):
-        return judge.leaf(answer, truth)
+        return comparator.leaf(answer, truth)
     if isinstance(answer, Leaf) or isinstance(truth, Leaf):
-        return _equal_to_group(answer, truth, judge)
+        return _equal_to_group(answer, truth, comparator)
     if answer.kind != truth.kind or len(answer.items) != len(truth.items):
         return False
     if answer.kind in _UNORDERED:
-        return _equal_in_some_order(answer.items, truth.items, judge)
-    if all(equal(a, b, judge) for a, b in zip(answer.items, truth.items, strict=True)):
+        return _equal_in_some_order(answer.items, truth.items, comparator)
+    if all(equal(a, b, comparator) for a, b in zip(answer.items, truth.items, strict=True)):
         return True
     sides = [item.value for item in (*answer.items, *truth.items) if isinstance(item, Leaf)]
     if answer.kind in ("=", "!=", "<", "<=") and len(sides) == 4:
-        return judge.relations(answer.kind, (sides[0], sides[1]), (sides[2], sides[3]))
+        return comparator.relations(answer.kind, (sides[0], sides[1]), (sides[2], sides[3]))
     return False
 
 
-def _equal_to_group(answer: Node, truth: Node, judge: Judge) -> bool:
+def _equal_to_group(answer: Node, truth: Node, comparator: Comparator) -> bool:
     """A value is no group, but a matrix may be written as a computation with matrices."""
     written = [_latex(node) for node in (answer, truth)]
     if None not in written and all(r"\begin" in str(text) for text in written):
-        return judge.expressions(str(written[0]), str(written[1]))
+        return comparator.expressions(str(written[0]), str(written[1]))
     return False
 
 
@@ -251,8 +251,8 @@ def _latex(node: Node) -> str | None:
     return r"\begin{pmatrix}" + r"\\".join("&".join(row) for row in rows) + r"\end{pmatrix}"
 
 
-def _equal_in_some_order(answers: Sequence[Node], truths: Sequence[Node], judge: Judge) -> bool:
-    """Each answer takes the first truth it equals; what is written alike goes first, and spares the judge."""
+def _equal_in_some_order(answers: Sequence[Node], truths: Sequence[Node], comparator: Comparator) -> bool:
+    """Each answer takes the first truth it equals; what is written alike goes first, and spares the comparator."""
     answers = list(answers)
     remaining = list(truths)
     for item in list(answers):
@@ -260,9 +260,9 @@ def _equal_in_some_order(answers: Sequence[Node], truths: Sequence[Node], judge:
             remaining.remove(item)
             answers.remove(item)
     if len(remaining) > _MAX_UNORDERED:
-        return all(equal(a, b, judge) for a, b in zip(answers, remaining, strict=True))
+        return all(equal(a, b, comparator) for a, b in zip(answers, remaining, strict=True))
     for item in answers:
-        match = next((truth for truth in remaining if equal(item, truth, judge)), None)
+        match = next((truth for truth in remaining if equal(item, truth, comparator)), None)
         if match is None:
             return False
         remaining.remove(match)

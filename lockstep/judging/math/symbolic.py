@@ -22,7 +22,7 @@ from sympy import Expr, Float, I, MatrixBase, Rational, Symbol, binomial, log, n
 from lockstep.judging.math.size import is_small
 from lockstep.judging.math.spelling import spell
 from lockstep.judging.math.structure import equal, parse
-from lockstep.judging.math.values import Judge
+from lockstep.judging.math.values import Comparator
 
 _MAX_EXPRESSION = 300
 _MAX_DEPTH = 10
@@ -44,10 +44,10 @@ def same(answer: str, truth: str) -> bool:
     What cannot be read as mathematics equals nothing. Raises MemoryError, or whatever SymPy raises on a valid expression.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    return equal(parse(spell(answer)), parse(spell(truth)), SymbolicJudge())
+    return equal(parse(spell(answer)), parse(spell(truth)), SymbolicComparator())
 
 
-class SymbolicJudge(Judge):
+class SymbolicComparator(Comparator):
     """Decides what spelling leaves open."""
 
     def expressions(self, answer: str, truth: str) -> bool:

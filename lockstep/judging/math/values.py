@@ -1,6 +1,6 @@
 r"""Values of answers: what is left when lists, brackets and relations are taken off. `2\sqrt{3}\text{ cm}` is a value with a unit.
 
-`Judge` decides whether two values are the same by their spelling and as exact fractions. Where algebra is needed it raises Undecided;
+`Comparator` decides whether two values are the same by their spelling and as exact fractions. Where algebra is needed it raises Undecided;
 `symbolic` has the judge that does it.
 """
 
@@ -107,7 +107,7 @@ def number(value: str) -> Fraction | None:
     return None
 
 
-class Judge:
+class Comparator:
     """Decides about two values by their spelling and as exact fractions."""
 
     def leaf(self, answer: Leaf, truth: Leaf) -> bool:

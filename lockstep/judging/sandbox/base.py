@@ -1,4 +1,4 @@
-"""What every sandbox is: a bounded number of programs at a time, each with limits, each ending in a Result or an exception."""
+"""Sandbox: runs a bounded number of programs at a time, each with limits, and returns a Result or raises for each."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ time). The others name the limit at which the sandbox ended the whole process tr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one program may use. Memory is that of the whole process tree; scratch files come on top of it."""
+class ProgramLimits:
+    """Limits of one program. Memory counts the whole process tree; scratch files are not included."""
 
     wall_s: float = 10.0
-    """Seconds from its first instruction to its end; also the CPU seconds of each of its processes."""
+    """Seconds from the first instruction to the end; also the CPU seconds of each process."""
     memory_mb: int = 1024
-    """Resident memory of all its processes together, and address space of each."""
+    """Resident memory of all processes together, and address space of each."""
     scratch_mb: int = 64
-    """Size of its private folder, the only place it can write to; also the largest file."""
+    """Size of the private folder, the only place that the program can write to; also the largest file."""
     num_files: int = 10_000
-    """Files and folders in there."""
+    """Files and folders in the private folder."""
     num_processes: int = 64
     """Processes and threads at a time."""
     num_open_files: int = 64
@@ -50,20 +50,20 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a program did."""
+    """The end of a program."""
 
     status: Status
     exit_code: int | None
     """None when the sandbox ended it; 128 + n when signal n did."""
     stdout: str
-    """Bytes that are not UTF-8 are replaced; cut at `Limits.output_bytes`, with a mark."""
+    """Bytes that are not UTF-8 are replaced; cut at `ProgramLimits.output_bytes`, with a mark."""
     stderr: str
     seconds: float
-    """Wall time of the program, without the time it took to build the sandbox."""
+    """Wall time of the program, without the start of the sandbox."""
 
 
 def judge_program() -> str:
-    """The text of judge.py as one file, with the files that it imports in front."""
+    """Return judge.py as one file, after the files that it imports."""
     wire, *others = (
         Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("wire.py", "same.py", "program.py", "judge.py")
     )
@@ -72,7 +72,7 @@ def judge_program() -> str:
 
 
 def exit_status(exit_code: int, stderr: str) -> Status:
-    """The status of a program that ended by itself; Python's MemoryError counts as the limit of memory."""
+    """Return the status of a program that ended by itself. Python's MemoryError counts as the limit of memory."""
     if exit_code == 0:
         return "ok"
     if exit_code > 128:
@@ -89,7 +89,7 @@ class Sandbox(ABC):
         queue_s: Longest wait for a place.
     """
 
-    def __init__(self, max_concurrent: int, limits: Limits, queue_s: float = 300.0) -> None:
+    def __init__(self, max_concurrent: int, limits: ProgramLimits, queue_s: float = 300.0) -> None:
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent of a sandbox must be at least 1, not {max_concurrent}")
         self.max_concurrent = max_concurrent

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.judging.sandbox.base import Limits, Result, Sandbox, exit_status, judge_program
+from lockstep.judging.sandbox.base import ProgramLimits, Result, Sandbox, exit_status, judge_program
 
 _LARGEST_ANSWER = 1 << 26
 
@@ -43,7 +43,7 @@ class FusionSandbox(Sandbox):
         self,
         url: str,
         max_concurrent: int = 64,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         num_attempts: int = 4,
         backoff_s: float = 0.5,
         answer_s: float = 30.0,
@@ -52,7 +52,7 @@ class FusionSandbox(Sandbox):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"reward.sandbox.url must be the address of a SandboxFusion server (http://host:port), not {url!r}")
-        super().__init__(max_concurrent, limits or Limits(), queue_s)
+        super().__init__(max_concurrent, limits or ProgramLimits(), queue_s)
         self._is_https = parts.scheme == "https"
         self._host = parts.hostname
         self._port = parts.port

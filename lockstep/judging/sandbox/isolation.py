@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ResourceError
-from lockstep.judging.sandbox.base import Limits
+from lockstep.judging.sandbox.base import ProgramLimits
 from lockstep.judging.sandbox.cgroup import Group
 from lockstep.judging.sandbox.seccomp import machines
 
@@ -68,7 +68,15 @@ class Isolation:
         return self.bwrap is None
 
     def command(
-        self, limits: Limits, wall_s: float, ready: int, source: int, info: int, seccomp: int, is_code: bool, group: Group | None
+        self,
+        limits: ProgramLimits,
+        wall_s: float,
+        ready: int,
+        source: int,
+        info: int,
+        seccomp: int,
+        is_code: bool,
+        group: Group | None,
     ) -> list[str]:
         """The command for one program. `ready`, `source`, `info`, `seccomp` are the descriptors for the mark that the program starts,
         for its text (its marshalled code if `is_code`), for bubblewrap's report of the process id, for the filter of system calls. It

@@ -16,7 +16,7 @@ from functools import cache
 from typing import IO
 
 from lockstep.errors import ResourceError
-from lockstep.judging.sandbox.base import Limits, Result, Sandbox, Status, exit_status, judge_program
+from lockstep.judging.sandbox.base import ProgramLimits, Result, Sandbox, Status, exit_status, judge_program
 from lockstep.judging.sandbox.cgroup import KERNEL_MB, Group, find_groups
 from lockstep.judging.sandbox.isolation import find_isolation
 from lockstep.judging.sandbox.seccomp import filter_program
@@ -45,13 +45,15 @@ class LocalSandbox(Sandbox):
     def __init__(
         self,
         max_concurrent: int | None = None,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         accept_weak_isolation: bool = False,
         queue_s: float = 300.0,
     ) -> None:
         self.isolation = find_isolation(accept_weak_isolation)
         self.groups = None if self.isolation.is_weak else find_groups()
-        super().__init__(len(os.sched_getaffinity(0)) if max_concurrent is None else max_concurrent, limits or Limits(), queue_s)
+        super().__init__(
+            len(os.sched_getaffinity(0)) if max_concurrent is None else max_concurrent, limits or ProgramLimits(), queue_s
+        )
         self._running: set[_Run] = set()
         self._lock = threading.Lock()
 

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from lockstep.judging.sandbox.base import Limits, Sandbox
+from lockstep.judging.sandbox.base import ProgramLimits, Sandbox
 from lockstep.judging.sandbox.fusion import FusionSandbox
 from lockstep.judging.sandbox.local import LocalSandbox
 
@@ -31,7 +31,7 @@ def make_sandbox(
 
     Raises ResourceError when programs cannot be run, ConfigError for a value that cannot work.
     """
-    limits = Limits(wall_s=wall_s, memory_mb=memory_mb)
+    limits = ProgramLimits(wall_s=wall_s, memory_mb=memory_mb)
     sandbox: Sandbox
     if url is not None:
         sandbox = FusionSandbox(url, _MAX_REMOTE if max_concurrent is None else max_concurrent, limits)

@@ -12,7 +12,7 @@ from typing import Protocol
 import psutil
 
 from lockstep.errors import ResourceError
-from lockstep.judging.sandbox.base import Limits, Status
+from lockstep.judging.sandbox.base import ProgramLimits, Status
 from lockstep.judging.sandbox.isolation import SCRATCH
 
 _ENDING_S = 1.0
@@ -22,7 +22,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Tree(Protocol):
     """A running program and all that it started."""
 
-    def over(self, limits: Limits) -> Status | None:
+    def over(self, limits: ProgramLimits) -> Status | None:
         """The limit that the tree has passed, if any."""
 
     def kill(self) -> None:
@@ -53,7 +53,7 @@ class NamespaceTree:
                 self.close()
                 raise ResourceError(f"the sandboxed process {first} cannot be watched: {error}") from error
 
-    def over(self, limits: Limits) -> Status | None:
+    def over(self, limits: ProgramLimits) -> Status | None:
         if self._proc < 0 or self._scratch < 0:
             return None
         try:
@@ -134,7 +134,7 @@ class GroupTree:
     def __init__(self, first: int) -> None:
         self._first = first
 
-    def over(self, limits: Limits) -> Status | None:
+    def over(self, limits: ProgramLimits) -> Status | None:
         processes = self._processes()
         if len(processes) > limits.num_processes:
             return "processes"

@@ -1,8 +1,8 @@
 """Scores of strings, chosen by the tag `data_source` of a row.
 
-A rule is a function (solution_str, ground_truth) -> float, or a dict with "score". It may name more parameters, such as `extra_info`; it is
-given those it names. To add one, write a file here and a line in `_RULES`, or decorate a function with `register_score`, or name a file of
-your own in `reward.rules`. Rules for code and mathematics are in `lockstep.judging`, which is imported when a row needs one of them.
+A rule is a function (solution_str, ground_truth) -> float, or a dict with "score". It may name more parameters, such as `extra_info`, and
+gets the parameters that it names. To add a rule, write a file here and a line in `_RULES`, decorate a function with `register_score`, or
+name your file in `reward.rules`. Rules for code and mathematics are in `lockstep.judging`, which is imported when a row needs one of them.
 """
 
 import difflib
@@ -35,11 +35,11 @@ _RULES: dict[str, Rule | str] = {
     "lockstep/reverse": exact_match.compute_score,
     **dict.fromkeys(_CODE, "code.compute_score"),
 }
-"""data_source, or the beginning of it and a *, -> its rule. A text names a rule of `lockstep.judging`: module.function."""
+"""data_source, or its beginning and a * -> rule. A text names a rule of `lockstep.judging`: module.function."""
 
 
 def register_score(data_source: str) -> Callable[[Rule], Rule]:
-    """Decorator: use the function for rows with this `data_source`, in place of the rule it may have had."""
+    """Decorator: use the function for rows with this `data_source`, instead of the built-in rule."""
 
     def register(rule: Rule) -> Rule:
         _RULES[data_source] = rule
@@ -49,15 +49,13 @@ def register_score(data_source: str) -> Callable[[Rule], Rule]:
 
 
 def _select_rm_score_fn(data_source: str) -> Rule:
-    """The rule for a `data_source`.
+    """Return the rule for a `data_source`.
 
-    Raises MissingReward (a NotImplementedError) when there is none, and MissingExtra when it needs a package that is not installed.
+    Raise MissingReward (a NotImplementedError) if there is none, and MissingExtra if it needs a package that is not installed.
     """
-    known = (
-        data_source
-        if data_source in _RULES
-        else next((name for name in _RULES if fnmatch.fnmatchcase(str(data_source), name)), None)
-    )
+    known: str | None = data_source
+    if data_source not in _RULES:
+        known = next((name for name in _RULES if fnmatch.fnmatchcase(str(data_source), name)), None)
     if known is None:
         near = difflib.get_close_matches(str(data_source), _RULES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -83,8 +81,8 @@ def _from_judging(rule: str) -> Rule:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Score a response by the rule of its `data_source`. The rule is also given those of `data_source`, `extra_info` and `kwargs` that its
-    signature names.
+    """Score a response by the rule of its `data_source`. The rule also gets the arguments among `data_source`, `extra_info` and `kwargs`
+    that its signature names.
     """
     rule = _select_rm_score_fn(data_source)
     offered = {"data_source": data_source, "extra_info": extra_info, **kwargs}
@@ -92,7 +90,7 @@ def default_compute_score(
 
 
 def _named_by(rule: Rule, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that the rule's signature names; all of them where it takes **keywords."""
+    """Return the offered arguments that the rule's signature names; all of them if it takes **keywords."""
     parameters = inspect.signature(rule).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in offered.items() if takes_all or name in parameters}

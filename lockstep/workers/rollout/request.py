@@ -105,7 +105,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Turn:
+class KeptRequest:
     """What a kept request leaves for those that continue it."""
 
     ids: Tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.workers.rollout.request import Completion, Job, Request, Stopping, Tokens, Turn, failed, fault_of
+from lockstep.workers.rollout.request import Completion, Job, KeptRequest, Request, Stopping, Tokens, failed, fault_of
 
 if TYPE_CHECKING:
     from lockstep.workers.rollout.base import RolloutEngine
@@ -40,7 +40,7 @@ class Stream(ABC):
         self._arrived: deque[Job] = deque()
         self._aborts: set[int] = set()
         self._jobs: dict[int, Job] = {}
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, KeptRequest] = {}
         self._answers: deque[Completion | Tokens] = deque()
         self._closed = self._is_working = False
 
@@ -207,4 +207,4 @@ class Stream(ABC):
         job = self._jobs.pop(completion.index, None)
         if job is not None and job.request.keep and completion.finish_reason != "error":
             ids = torch.cat([job.ids, completion.ids])
-            self._turns[completion.index] = Turn(ids, job.position + len(completion.ids))
+            self._turns[completion.index] = KeptRequest(ids, job.position + len(completion.ids))

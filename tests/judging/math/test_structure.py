@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.judging.math.spelling import spell
 from lockstep.judging.math.structure import Group, equal, parse
-from lockstep.judging.math.values import Judge, Leaf, Undecided
+from lockstep.judging.math.values import Comparator, Leaf, Undecided
 
 small = st.integers(-999, 999)
 
@@ -16,7 +16,7 @@ def read(text):
 
 
 def is_equal(answer, truth):
-    return equal(read(answer), read(truth), Judge())
+    return equal(read(answer), read(truth), Comparator())
 
 
 @settings(max_examples=50, deadline=None)
@@ -85,7 +85,7 @@ def test_what_needs_algebra_is_left_open():
 @given(st.text(alphabet=r"\frac{sqtexbo}12 .,=<>/-$%^_[]()|:;&~!'", max_size=60))
 def test_anything_can_be_spelled_and_parsed(text):
     node = read(text)
-    assert node == Leaf("") or equal(node, node, Judge())
+    assert node == Leaf("") or equal(node, node, Comparator())
 
 
 def test_deep_nesting_is_not_taken_apart():

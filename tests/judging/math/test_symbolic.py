@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.judging.math.symbolic import SymbolicJudge
+from lockstep.judging.math.symbolic import SymbolicComparator
 
-judge = SymbolicJudge()
+judge = SymbolicComparator()
 coefficients = st.lists(st.integers(-9, 9), min_size=2, max_size=4)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.judging.math.values import Judge, Leaf, Undecided, number, read_leaf
+from lockstep.judging.math.values import Comparator, Leaf, Undecided, number, read_leaf
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,9 +69,9 @@ def test_a_value_is_read_with_its_unit(text, leaf):
     ],
 )
 def test_values_are_compared_with_their_units(answer, truth, same):
-    assert Judge().leaf(answer, truth) is same
+    assert Comparator().leaf(answer, truth) is same
 
 
 def test_what_needs_algebra_is_left_open():
     with pytest.raises(Undecided):
-        Judge().leaf(Leaf("x+1"), Leaf("1+x"))
+        Comparator().leaf(Leaf("x+1"), Leaf("1+x"))

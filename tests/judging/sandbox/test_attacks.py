@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.judging.sandbox import Limits, LocalSandbox
+from lockstep.judging.sandbox import LocalSandbox, ProgramLimits
 from lockstep.judging.sandbox.cgroup import KERNEL_MB
 
 MARK = "86399.731"
@@ -379,7 +379,7 @@ def test_limits_hold_for_all_of_many_hostile_programs_at_once():
         "x = []\nwhile True: x.append(bytearray(10**6))",
         "while True: print('x' * 1000)",
     ]
-    with LocalSandbox(max_concurrent=4, limits=Limits(wall_s=0.5, memory_mb=128)) as sandbox:
+    with LocalSandbox(max_concurrent=4, limits=ProgramLimits(wall_s=0.5, memory_mb=128)) as sandbox:
         with ThreadPoolExecutor(8) as threads:
             statuses = list(threads.map(lambda program: sandbox.run(program).status, hostile * 2))
         assert "ok" not in statuses

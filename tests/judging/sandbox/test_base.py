@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.judging.sandbox import Limits, Result, Sandbox
+from lockstep.judging.sandbox import ProgramLimits, Result, Sandbox
 from lockstep.judging.sandbox.base import exit_status
 
 
@@ -16,7 +16,7 @@ class Recorder(Sandbox):
     """Runs nothing; remembers how many programs were inside at once."""
 
     def __init__(self, max_concurrent, queue_s=10.0, hold_s=0.01):
-        super().__init__(max_concurrent, Limits(), queue_s)
+        super().__init__(max_concurrent, ProgramLimits(), queue_s)
         self.hold_s, self.inside, self.most, self.stop = hold_s, 0, 0, threading.Event()
         self.count = threading.Lock()
 
@@ -95,9 +95,9 @@ def test_a_sandbox_that_returns_something_else_does_not_pass_its_check():
 
 def test_limits_and_places_must_be_positive():
     with pytest.raises(ConfigError, match="memory_mb"):
-        Limits(memory_mb=0)
+        ProgramLimits(memory_mb=0)
     with pytest.raises(ConfigError, match="wall_s"):
-        Limits(wall_s=float("nan"))
+        ProgramLimits(wall_s=float("nan"))
     with pytest.raises(ConfigError, match="max_concurrent"):
         Recorder(0)
 

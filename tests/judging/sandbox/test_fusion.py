@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.errors import ConfigError, ResourceError
 from lockstep.judging.code import compute_score
-from lockstep.judging.sandbox import Limits, make_sandbox
+from lockstep.judging.sandbox import ProgramLimits, make_sandbox
 from lockstep.judging.sandbox.fusion import FusionSandbox
 
 
@@ -89,7 +89,9 @@ def server(sandbox):
 
 def client(server, **options):
     return FusionSandbox(
-        server.url, limits=Limits(wall_s=2.0, memory_mb=200, output_bytes=1000), **{"backoff_s": 0.01, "answer_s": 5.0} | options
+        server.url,
+        limits=ProgramLimits(wall_s=2.0, memory_mb=200, output_bytes=1000),
+        **{"backoff_s": 0.01, "answer_s": 5.0} | options,
     )
 
 

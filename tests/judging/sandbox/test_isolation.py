@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ResourceError
-from lockstep.judging.sandbox import Limits, isolation
+from lockstep.judging.sandbox import ProgramLimits, isolation
 from lockstep.judging.sandbox.isolation import Isolation, find_isolation
 
 ROOT = Path(__file__).parents[3]
@@ -53,11 +53,11 @@ def test_weak_isolation_never_replaces_what_is_there(sandbox):
 def test_root_becomes_nobody_before_the_sandbox_is_built(monkeypatch):
     open_prefix = Isolation("bwrap", "setpriv", "/opt/python/bin/python", "/opt/python")
     monkeypatch.setattr(isolation, "_others_reach", lambda folder: True)
-    words = open_prefix.command(Limits(), 10.0, **NUMBERS)
+    words = open_prefix.command(ProgramLimits(), 10.0, **NUMBERS)
     assert words[:4] == ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     assert _after(words, "--ro-bind", "/opt/python") == "/opt/python"
     monkeypatch.setattr(isolation, "_others_reach", lambda folder: False)
-    words = open_prefix.command(Limits(), 10.0, **NUMBERS)
+    words = open_prefix.command(ProgramLimits(), 10.0, **NUMBERS)
     assert words[0] == "unshare"
     assert words.index("/opt/python") < words.index("setpriv") < words.index("bwrap")
     assert _after(words, "--ro-bind", "/mnt") == "/opt/python"
@@ -69,8 +69,8 @@ def _after(words, option, value):
 
 
 def test_the_limit_on_processes_is_set_only_where_it_counts_the_sandbox_alone():
-    strong = Isolation("bwrap", None, "/usr/bin/python3", None).command(Limits(num_processes=77), 10.0, **NUMBERS)
-    weak = Isolation(None, None, "/usr/bin/python3", None).command(Limits(num_processes=77), 10.0, **NUMBERS)
+    strong = Isolation("bwrap", None, "/usr/bin/python3", None).command(ProgramLimits(num_processes=77), 10.0, **NUMBERS)
+    weak = Isolation(None, None, "/usr/bin/python3", None).command(ProgramLimits(num_processes=77), 10.0, **NUMBERS)
     assert strong[-1] == "77"
     assert "77" not in weak
     assert weak[0] == "/usr/bin/python3"
@@ -87,8 +87,8 @@ def test_an_ordinary_user_can_build_the_sandbox(sandbox):
     if has_packages.returncode and not isolation._others_reach(str(psutil_at)):
         pytest.skip("no psutil that another user can read")
     code = (
-        "import os, sys\nfrom lockstep.judging.sandbox import LocalSandbox, Limits\n"
-        "s = LocalSandbox(1, Limits(wall_s=2, memory_mb=200, num_processes=16))\ns.check()\n"
+        "import os, sys\nfrom lockstep.judging.sandbox import LocalSandbox, ProgramLimits\n"
+        "s = LocalSandbox(1, ProgramLimits(wall_s=2, memory_mb=200, num_processes=16))\ns.check()\n"
         "many = 'import os, time\\nfor i in range(10):\\n    if os.fork() == 0: x = b\"1\" * (60 * 10**6); time.sleep(9)\\ntime.sleep(9)'\n"
         "bomb = 'import os\\nwhile True: os.fork()'\n"
         "print(os.getuid(), s.run('import os; print(os.getuid())').stdout.strip(), s.run(many, wall_s=20).status, s.run(bomb).status)"

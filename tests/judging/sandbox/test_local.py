@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lockstep.errors import ResourceError
-from lockstep.judging.sandbox import Limits, LocalSandbox, local
+from lockstep.judging.sandbox import LocalSandbox, ProgramLimits, local
 from lockstep.judging.sandbox.isolation import find_isolation
 
 
@@ -171,7 +171,7 @@ def _left_over():
 @pytest.fixture
 def weak(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with LocalSandbox(2, Limits(wall_s=2.0, memory_mb=256, output_bytes=1000), accept_weak_isolation=True) as made:
+    with LocalSandbox(2, ProgramLimits(wall_s=2.0, memory_mb=256, output_bytes=1000), accept_weak_isolation=True) as made:
         assert made.isolation.is_weak
         yield made
 

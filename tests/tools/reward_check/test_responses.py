@@ -11,7 +11,7 @@ from helpers.rewards import truth
 
 from lockstep.errors import RewardError
 from lockstep.judging.code import extract_program
-from lockstep.judging.sandbox import Limits, LocalSandbox
+from lockstep.judging.sandbox import ProgramLimits, LocalSandbox
 from lockstep.processes import CallTimeout, KillableWorker
 from lockstep.tools.reward_check.responses import AllowedScore, Traps, cheap_responses, gold_response, odd_responses
 from lockstep.utils.files import load_object
@@ -125,7 +125,7 @@ def test_without_a_sandbox_each_probe_finds_what_it_looks_for(traps):
 
 
 def test_in_the_sandbox_no_probe_finds_anything(traps):
-    sandbox = LocalSandbox(limits=Limits(wall_s=2.0))
+    sandbox = LocalSandbox(limits=ProgramLimits(wall_s=2.0))
     for name, program in programs(traps).items():
         assert "the right answer" not in sandbox.run(program).stdout, name
     assert traps.sprung() == []
