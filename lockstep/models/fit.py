@@ -1,4 +1,4 @@
-"""Whether a model can be what is asked of it, by its config.json alone: said before any weight is read."""
+"""Check by its config.json alone whether a model can be what the run asks of it, before any weight is read."""
 
 from pathlib import Path
 
@@ -12,13 +12,16 @@ from lockstep.models.routers import FAMILIES, routers
 from lockstep.models.weight_files import WeightFiles
 
 _NO_HEAD = "Unrecognized configuration class"
-"""How transformers begins to say that a family has no such head."""
+"""The start of transformers' message for a family without such a head."""
 
 
 def check_fit(config: ModelConfig, head: Head, key: str, learns: bool = True) -> None:
-    """Raise ConfigError or DataError, naming the key after `key` (where `config` stands), for a head that transformers does not have for
-    this family or, where it does not learn, the folder does not have, a folder that scores where one that writes is needed, a load-balance
-    loss without routers, and adapters that its layers cannot have. A model that `learns` may get a new head."""
+    """Raise ConfigError or DataError, naming a key under `key` (the place of `config`), if the model cannot be what the run asks of it.
+
+    That is: a head that transformers lacks for this family; a head that the folder lacks, for a model that does not learn (a model that
+    `learns` may get a new one); a model that scores in the place of a language model; a load-balance loss without routers; adapters that
+    its layers cannot have.
+    """
     adapts = learns and config.adapts
     head_config(config, head)
     if head is Head.LANGUAGE_MODEL and not adapts and not config.router_aux_loss_coef:
@@ -47,6 +50,6 @@ def check_fit(config: ModelConfig, head: Head, key: str, learns: bool = True) ->
 
 
 def _lacks_head(module: PreTrainedModel, folder: Path) -> bool:
-    """Whether the head, and nothing else, is missing in the folder; what is not a folder here is known when it has been downloaded."""
+    """Whether the head, and nothing else, is missing in the folder; a model on the hub is checked after its download."""
     missing = missing_weights(module, WeightFiles(folder)) if folder.is_dir() else None
     return bool(missing) and not any(name.startswith(f"{module.base_model_prefix}.") for name in missing or ())

@@ -1,4 +1,4 @@
-"""What a model folder says about itself, without loading the model."""
+"""Read and check a model's config.json and generation_config.json, without loading the model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from lockstep.models.weight_files import check_weight_files
 
 
 def read_model_config(path: str, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
-    """The model's config.json with some entries replaced.
+    """Return the model's config.json with some entries replaced.
 
-    Raises DataError when `path` is not a model, or one of its files of weights is cut short or missing; ConfigError for an override that
-    the model's config does not have, a value of another type than it is, and a mixture whose tokens would go to more experts than there
-    are.
+    Raise DataError if `path` is not a model, or one of its files of weights is cut short or missing; ConfigError for an override that the
+    model's config does not have, a value of another type, and a mixture whose tokens would go to more experts than it has.
     """
     path = model_folder(path)
     folder = Path(path)
@@ -62,7 +61,7 @@ def read_model_config(path: str, trust_remote_code: bool = False, **overrides: A
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's end of sequence and those of the model's generation_config.json."""
+    """Return the tokens that end a response: the tokenizer's end of sequence and those of the model's generation_config.json."""
     try:
         listed = GenerationConfig.from_pretrained(model_folder(path)).eos_token_id
     except OSError:  # the file is optional

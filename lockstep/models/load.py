@@ -40,19 +40,21 @@ class Head(Enum):
 
 
 _SCORING = ("ForSequenceClassification", "ForTokenClassification")
-"""How the classes of models are called that are no language models: reward models and critics."""
+"""The ends of class names of reward models and critics."""
 
 
 def _reason(error: Exception) -> str:
-    """Why transformers did not load weights, and what to do, in one line."""
+    """Return in one line why transformers did not load the weights, and what to do."""
     first = str(error).strip().splitlines()[0]
-    if "ignore_mismatched_sizes" in first:  # its table was for a terminal
+    if "ignore_mismatched_sizes" in first:  # its table is for a terminal
         return "tensors in them have other sizes than config.json says; are both of one model?"
     if first.strip("'\"") == PACKED:
         return "its attention is one of a fixed table, which attention over packed rows is not in; choose a model of another family"
     if first.startswith("Unrecognized configuration class"):
         return f"{first.rstrip('.')}: transformers has no such head for it; take another family (for a critic, critic.model.path)"
-    return f"{first.removeprefix('Error ').rstrip('.')}; copy or download it again" if "no file named" in first else first
+    if "no file named" in first:
+        return f"{first.removeprefix('Error ').rstrip('.')}; copy or download it again"
+    return first
 
 
 def load_model(
@@ -60,14 +62,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model in float32 on the CPU, in evaluation mode, with our packed attention.
 
-    `packs`: whether it will compute packed rows; `check_packing` then runs once, which takes longer than loading a small model.
+    With `packs` (the model will compute packed rows) `check_packing` runs once, which takes longer than loading a small model.
 
-    It also trains in evaluation mode: dropout, noise in routers and dropped layers would make the policy that is trained another than
-    the policy that was sampled.
+    It trains in evaluation mode too: with dropout, noise in routers and dropped layers the trained policy would not be the sampled one.
 
-    A value head that the folder does not have, and a score head if it is to be `trained`, is drawn from `seed`, so that every rank has the
-    same one (`draw_weights`). Any other weight that is missing or of another shape raises DataError, as does a folder that is not a
-    model or has no such head in transformers.
+    If the folder has no value head, or no score head for a model that is to be `trained`, the head is drawn from `seed`, so that every rank
+    has the same (`draw_weights`). Raise DataError for any other weight that is missing or has another shape, for a folder that is not a
+    model, and for a family without such a head in transformers.
     """
     assert config.path is not None, "the composition root fills in a path"
     hf_config = head_config(config, head, pad_token_id)
@@ -91,8 +92,9 @@ def load_model(
             f"the weights of {config.path} are incomplete for {head.name.lower()}: {len(missing)} missing, first {sorted(missing)[:3]}; "
             "is it the right kind of model?"
         )
-    for name in report["missing_keys"] if head is Head.SCORE else ():
-        model.get_parameter(name).data.copy_(draw_weights(model, name, seed, _std(model, head)))
+    if head is Head.SCORE:
+        for name in report["missing_keys"]:
+            model.get_parameter(name).data.copy_(draw_weights(model, name, seed, _std(model, head)))
     for name, parameter in model.named_parameters():
         check_finite(name, parameter.detach(), str(config.path))
     _prepare(model, head)
@@ -107,10 +109,9 @@ def load_model(
 def load_on_meta(
     config: ModelConfig, head: Head, seed: int, pad_token_id: int | None = None, trained: bool = False
 ) -> tuple[PreTrainedModel, WeightSource] | None:
-    """The model that `load_model` gives, without its weights, and what fills it; `check_packing` is left to who has filled it.
+    """Return the model of `load_model` without its weights, and what fills it; the caller runs `check_packing` on the filled model.
 
-    None where the weights are not safetensors, or do not fit the model name by name: `load_model` knows how to convert them, or says
-    what is wrong with them.
+    None if the weights are not safetensors, or do not fit the model name by name: `load_model` converts them, or raises with what is wrong.
     """
     assert config.path is not None, "the composition root fills in a path"
     folder = model_folder(config.path)
@@ -130,7 +131,7 @@ def load_on_meta(
 
 
 def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> PreTrainedModel:
-    """The model without weights, from its config alone. ValueError where transformers has no such head for it."""
+    """Return the model without weights, from its config alone. Raise ValueError if transformers has no such head for it."""
     hf_config = head_config(config, head, pad_token_id)
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         return build_on_meta(
@@ -143,15 +144,19 @@ def model_on_meta(config: ModelConfig, head: Head, pad_token_id: int | None = No
 
 
 def outline(config: ModelConfig, head: Head) -> PreTrainedModel:
-    """`model_on_meta` whose buffers are not in memory either, and no parameter for a moment: the experts of one DeepSeek-V3 layer are
-    30 GB. For who only counts and names."""
+    """Return `model_on_meta` for counting and naming: buffers are not in memory either, and no parameter is for a moment.
+
+    (The experts of one DeepSeek-V3 layer are 30 GB.)
+    """
     with torch.device("meta"):
         return model_on_meta(config, head)
 
 
 def head_config(config: ModelConfig, head: Head, pad_token_id: int | None = None) -> Any:
-    """The model's config for this head. DataError where a language model is asked for and the folder is a reward model or a critic: one
-    with tied weights would load, and write nonsense."""
+    """Return the model's config for this head.
+
+    Raise DataError for a reward model or a critic as a language model: with tied weights it would load, and write nonsense.
+    """
     overrides = dict(config.override_config)
     if head is not Head.LANGUAGE_MODEL:
         overrides["num_labels"] = 1
@@ -165,7 +170,7 @@ def head_config(config: ModelConfig, head: Head, pad_token_id: int | None = None
 
 
 def take_weights(model: PreTrainedModel) -> WeightSource:
-    """Move the parameters of a model that is in memory to the meta device; returns their values as what fills it, or a shard of it."""
+    """Move the parameters of a model that is in memory to the meta device. Return their values, to fill it or a shard of it."""
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
     on_meta = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     for module in model.modules():
@@ -176,7 +181,7 @@ def take_weights(model: PreTrainedModel) -> WeightSource:
 
 
 def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedModel:
-    """The model of a config with parameters on the meta device, which take no memory, and buffers as they are.
+    """Return the model of a config with parameters on the meta device, which take no memory, and buffers in memory.
 
     `factory` is one of transformers' Auto classes; `options` go to its from_config.
     """
@@ -195,10 +200,10 @@ def build_on_meta(factory: Any, hf_config: Any, **options: Any) -> PreTrainedMod
 
 
 def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | None:
-    """The names of the model's parameters that the files do not have.
+    """Return the names of the model's parameters that the files lack.
 
-    None where the files cannot fill the model name by name: a shape is another one, or a saved buffer is needed. (Families whose files
-    hold their weights in another form, as experts one by one, miss names.)
+    None if the files cannot fill the model name by name: a shape differs, or a saved buffer is needed. (Families whose files hold their
+    weights in another form, as experts one by one, lack names.)
     """
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if any(shape != files.shapes.get(name, shape) for name, shape in wanted.items()):
@@ -209,7 +214,7 @@ def missing_weights(model: PreTrainedModel, files: WeightFiles) -> list[str] | N
 
 
 def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None = None) -> Tensor:
-    """A new value for a parameter of a linear layer, from `seed` alone: normal around 0 with `std`, or as transformers would draw it."""
+    """Return a new value for a parameter of a linear layer, from `seed` alone: normal around 0 with `std`, or as transformers draws it."""
     layer = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(layer, nn.Linear), f"{name} is not in a linear layer"
     with torch.random.fork_rng(devices=[]):
@@ -224,13 +229,13 @@ def draw_weights(model: PreTrainedModel, name: str, seed: int, std: float | None
 
 
 def _not_drawn(missing: Iterable[str], model: PreTrainedModel, head: Head, trained: bool) -> list[str]:
-    """Those of the missing weights that have to be in the folder."""
+    """Return the missing weights that have to be in the folder."""
     is_new = head is Head.VALUE or (head is Head.SCORE and trained)
     return [name for name in missing if not is_new or name.startswith(f"{model.base_model_prefix}.")]
 
 
 def _std(model: PreTrainedModel, head: Head) -> float | None:
-    """The spread of a new score head: scores start so near to 0 that any two rows are as good as equal."""
+    """Return the spread of a new score head: scores start so near to 0 that any two rows are nearly equal."""
     return 1 / (model.config.get_text_config().hidden_size + 1) if head is Head.SCORE else None
 
 
@@ -242,7 +247,7 @@ def _prepare(model: PreTrainedModel, head: Head) -> None:
 
 
 def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """A second module tree over the SAME parameters, with another attention function: training and decoding from one set of weights."""
+    """Return a second module tree over the SAME parameters with another attention function: training and decoding share the weights."""
     memo = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)
     twin.set_attn_implementation(_own_attention(model) if attention == "sdpa" else attention)
@@ -253,7 +258,7 @@ def share_structure(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def refuse_long_rows(model: PreTrainedModel) -> None:
-    """Let the forward pass of packed rows raise ConfigError for rows that are longer than the model computes alike in any company."""
+    """Let the forward pass of packed rows raise ConfigError for rows longer than the model computes alike beside any other rows."""
     limit = packed_limit(model.config)
     if limit is None:
         return
@@ -275,7 +280,7 @@ def refuse_long_rows(model: PreTrainedModel) -> None:
 
 
 _FAILURES = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
-"""What a model may raise that calls attention in another way than packed_attention expects."""
+"""Errors of a model that calls attention in another way than packed_attention expects."""
 
 
 @torch.no_grad()
@@ -283,8 +288,8 @@ def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: 
     """Raise ConfigError unless two packed rows, whole and with their prompt shared, give what each gives alone with transformers' own
     attention. `module` is the model as it is called: itself, or what shards it (then every rank has to call this).
 
-    transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would be computed
-    wrongly and without a word.
+    transformers leaves the mask to our attention function, so a family with another kind of attention (linear, ALiBi) would silently be
+    computed wrongly.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -317,10 +322,9 @@ def check_packing(module: nn.Module, model: PreTrainedModel, path: str, device: 
 
 
 def _own_attention(model: PreTrainedModel) -> str:
-    """transformers' own attention function; families with soft-capped scores or sinks have no fused one."""
-    soft_cap = getattr(
-        model.config.get_text_config(), "attn_logit_softcapping", None
-    )  # the fused one of transformers 5.17 leaves it out
+    """Return the name of transformers' own attention function; families with soft-capped scores or sinks have no fused one."""
+    # The fused function of transformers 5.17 ignores the soft cap.
+    soft_cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and soft_cap is None else "eager"
 
 
@@ -334,6 +338,6 @@ def _packed_logits(
 
 
 def _logits(module: nn.Module, scored: bool, inputs: dict[str, Any]) -> Tensor:
-    """What the model gives at each of N tokens: [N, V], or [N] scores."""
+    """Return the model's output at each of N tokens: logits [N, V], or scores [N]."""
     ids = inputs["input_ids"]
     return module(**inputs, read_at=torch.arange(ids.shape[1])) if scored else module(**inputs).logits[0].float()

@@ -35,9 +35,11 @@ class Lora:
     """The adapters of one model; making it puts them into the model, and leaves nothing else to train but a value or score head."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig, head: Head, seed: int, key: str = "model") -> None:
-        """`key` is where `config` stands in the configuration. Raises MissingExtra without peft, ConfigError when target_modules names
-        something that is not a linear layer inside, and DataError for an adapter to start from whose tensors are not those of these
-        layers."""
+        """`key` is the place of `config` in the configuration.
+
+        Raise MissingExtra without peft, ConfigError if target_modules names something that is not a linear layer inside the model, and
+        DataError if the tensors of an adapter to start from are not for these layers.
+        """
         if importlib.util.find_spec("peft") is None:
             raise MissingExtra(f"{key}.lora_rank", "peft", "lora")
         from peft import LoraConfig, inject_adapter_in_model
@@ -48,7 +50,8 @@ class Lora:
         options: dict[str, Any] = {
             "r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": config.target_modules
         }  # fmt: skip
-        asked, advice = f"{key}.target_modules={options['target_modules']}", "name projections such as q_proj, or all-linear"
+        asked = f"{key}.target_modules={options['target_modules']}"
+        advice = "name projections such as q_proj, or all-linear"
         if config.lora_adapter_path is not None:
             options = read_adapter(config.lora_adapter_path, f"{key}.lora_adapter_path")
             asked = f"{key}.lora_adapter_path={config.lora_adapter_path} with target_modules={options['target_modules']}"
@@ -81,23 +84,25 @@ class Lora:
         self.trained = list(learns)
         """The names, in the model, of what learns, in float32."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in learns.items()}
-        self._seed, self._files = seed, None
+        self._seed = seed
+        self._files: WeightFiles | None = None
         if config.lora_adapter_path is not None:
             self._files = WeightFiles(Path(config.lora_adapter_path), ADAPTER_WEIGHTS)
             self._check_shapes(self._files.shapes, f"{key}.lora_adapter_path={config.lora_adapter_path}", f"{key}.path")
 
     @cached_property
     def values(self) -> dict[str, Tensor]:
-        """Name -> first value of every adapter weight, the same on every rank; of a head too where the adapter has one.
+        """Name -> first value of every adapter weight, the same on every rank; of a head too if the adapter has one.
 
-        A head that the adapter does not have stays as the model has it."""
+        A head that the adapter lacks stays as the model has it.
+        """
         if self._files is None:
             return self._draw()
         names = {adapter_name(name): name for name in self.trained}
         return {names[name]: self._files.read(name, 0, shape[0]) for name, shape in self._files.shapes.items()}
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order, all in float32."""
+        """Yield (Hugging Face name, W + s B A) from the model's own names and whole tensors, in the model's order, all in float32."""
         base: Tensor | None = None
         down: Tensor | None = None
         for name, tensor in tensors:
@@ -164,8 +169,7 @@ class Lora:
 
 
 def _check_names(model: PreTrainedModel, names: Iterable[str], heads: list[str], asked: str) -> None:
-    """Raise ConfigError for a name that no module has, which peft leaves out without a word while another is found, and for one of
-    modules that cannot have an adapter."""
+    """Raise ConfigError for a name that no module has (peft ignores it if another name is found), or of a module without adapters."""
     inside = {
         path: type(module) is nn.Linear for path, module in model.named_modules() if module is not model.get_output_embeddings()
     }
@@ -175,15 +179,16 @@ def _check_names(model: PreTrainedModel, names: Iterable[str], heads: list[str],
         meant = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
         if not meant:
             raise ConfigError(f"{asked} names {name}, which no layer of the model is called; its linear layers are {known}")
-        if other := [path for path in meant if path not in linear]:
+        other = [path for path in meant if path not in linear]
+        if other:
             raise ConfigError(f"{asked} names {other[0]}, which is not a linear layer inside the model; these are {known}")
 
 
 def linear_layers(model: PreTrainedModel) -> str | list[str]:
-    """What all-linear is in this model. In a mixture of experts the names of the linear layers of attention and of shared experts.
+    """Return what all-linear means for this model; in a mixture of experts the linear layers of attention and of shared experts.
 
-    Its routers and its experts, which are parameters of three dimensions and no layers, stay as they are, though peft would adapt them;
-    and so do MLPs of layers without experts, whose names peft takes for those of experts.
+    Its routers and its experts (parameters of three dimensions, not layers) stay as they are, though peft would adapt them. So do MLPs of
+    layers without experts, whose names peft takes for names of experts.
     """
     if model.config.model_type not in FAMILIES:
         return "all-linear"
@@ -192,7 +197,7 @@ def linear_layers(model: PreTrainedModel) -> str | list[str]:
 
 
 class AdaptedSource(WeightSource):
-    """What fills a model with adapters: the weights of the model under its own names, and the adapters' first values."""
+    """The values that fill a model with adapters: the weights of the model under its own names, and the adapters' first values."""
 
     def __init__(self, base: WeightSource, values: dict[str, Tensor]) -> None:
         self._base, self._values = base, values
@@ -203,7 +208,7 @@ class AdaptedSource(WeightSource):
 
 
 def base_name(name: str) -> str:
-    """The Hugging Face name of a weight of a layer that may be adapted."""
+    """Return the Hugging Face name of a weight of a layer that may have an adapter."""
     return name.replace(".base_layer.", ".")
 
 
@@ -213,7 +218,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_name(name: str) -> str:
-    """The name of a trained weight in peft's file."""
+    """Return the name of a trained weight in peft's file."""
     return _PREFIX + name.replace(".default.", ".")
 
 

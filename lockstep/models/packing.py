@@ -50,31 +50,43 @@ class TokenRows:
     """Rows that a loss sees together (`DataProto.units`); None where each is one."""
 
     def chunks(self, max_tokens: int, cuts_rows: bool = False) -> list[TokenRows] | None:
-        """Runs of whole rows, and of whole units, of at most `max_tokens` tokens each. A row, or unit, that has more makes it None; with
-        `cuts_rows` a row that has more is cut into about equal parts, each of which counts as a row."""
+        """Return runs of whole rows, and of whole units, of at most `max_tokens` tokens each; None if a row, or unit, has more.
+
+        With `cuts_rows` a longer row is cut into about equal parts, each of which counts as a row.
+        """
         lengths = self.rows.lengths.tolist()
         if cuts_rows and self.units is None and max(lengths) > max_tokens:
             return self._cut(max_tokens).chunks(max_tokens)
-        if max(lengths if self.units is None else [sum(lengths[row] for row in unit) for unit in self.units]) > max_tokens:
+        sizes = lengths
+        if self.units is not None:
+            sizes = [sum(lengths[row] for row in unit) for unit in self.units]
+        if max(sizes) > max_tokens:
             return None
-        found, token = [], 0
+        chunks = []
+        token = 0
         for numbers in cut_into_micro_batches(lengths, Budget(max_tokens), units=self.units):
             of_rows = slice(numbers[0], numbers[-1] + 1)
             rows = Rows(self.rows.lengths[of_rows], self.rows.device)
             end = token + rows.num_tokens
             columns = {name: column[token:end] for name, column in self.columns.items()}
             row_columns = {name: column[of_rows] for name, column in self.row_columns.items()}
-            found.append(TokenRows(rows, columns, self.indices[of_rows], row_columns))
+            chunks.append(TokenRows(rows, columns, self.indices[of_rows], row_columns))
             token = end
-        return found
+        return chunks
 
     def _cut(self, max_tokens: int) -> TokenRows:
-        """The same tokens with longer rows in parts."""
-        counts = [(row, length, -(-length // max_tokens)) for row, length in enumerate(self.rows.lengths.tolist())]
-        parts = [(row, length // count + (part < length % count)) for row, length, count in counts for part in range(count)]
-        rows, lengths = (torch.tensor(column) for column in zip(*parts, strict=True))
+        """Return the same tokens with longer rows in parts."""
+        row_of_part = []
+        part_lengths = []
+        for row, length in enumerate(self.rows.lengths.tolist()):
+            count = -(-length // max_tokens)
+            for part in range(count):
+                row_of_part.append(row)
+                part_lengths.append(length // count + (part < length % count))
+        rows = torch.tensor(row_of_part)
         row_columns = {name: column[rows.to(column.device)] for name, column in self.row_columns.items()}
-        return TokenRows(Rows(lengths, self.rows.device), self.columns, [self.indices[row] for row, _ in parts], row_columns)
+        indices = [self.indices[row] for row in row_of_part]
+        return TokenRows(Rows(torch.tensor(part_lengths), self.rows.device), self.columns, indices, row_columns)
 
 
 @dataclass(frozen=True)
@@ -112,10 +124,10 @@ def cut_into_micro_batches(
     shared: Sequence[int] | None = None,
     units: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order: as few as the budget allows, about equally full.
+    """Return the row numbers of each micro-batch, in order: as few as the budget allows, about equally full.
 
-    `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; None
-    makes each row one. Raises ConfigError for a unit that is larger than the budget.
+    `shared[i]` are tokens of row i that cost nothing in the micro-batch of row i - 1. `units` are runs of rows that stay together; with
+    None each row is a unit. Raise ConfigError for a unit that is larger than the budget.
     """
     free = [0] * len(token_counts) if shared is None else shared
     found = [[row] for row in range(len(token_counts))] if units is None else units
@@ -129,7 +141,7 @@ def cut_into_micro_batches(
 
 
 def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], units: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Micro-batches that hold as many units as they can, one after the other."""
+    """Return micro-batches that hold as many units as they can, one after the other."""
     batches: list[list[int]] = []
     used = 0
     for unit in units:
@@ -137,10 +149,14 @@ def _fill(token_counts: Sequence[int], budget: Budget, free: Sequence[int], unit
         more = sum(token_counts[row] - free[row] for row in unit)
         alone = more + free[unit[0]]
         _check_fits(unit, alone, budget)
-        full = len(batches[-1]) + len(unit) > budget.max_rows if budget.max_rows and batches else used + more > budget.max_tokens
-        if not batches or full:
+        if budget.max_rows and batches:
+            is_full = len(batches[-1]) + len(unit) > budget.max_rows
+        else:
+            is_full = used + more > budget.max_tokens
+        if not batches or is_full:
             batches.append([])
-            used, more = 0, alone
+            used = 0
+            more = alone
         batches[-1] += unit
         used += more
     return batches
@@ -161,35 +177,50 @@ def _check_fits(unit: Sequence[int], tokens: int, budget: Budget) -> None:
 
 
 def shared_prompt_tokens(data: DataProto) -> list[int]:
-    """[rows]: the length of the row's prompt where it is that of the row before and worth sharing, else 0. Rows with several contexts
-    (`restarts`) share nothing."""
-    prompts, responses = (data.ragged(name).lengths.tolist() for name in ("prompts", "responses"))
+    """Return for each row the length of its prompt if the row before has the same prompt and sharing is worth it, else 0.
+
+    Rows with several contexts (`restarts`) share nothing.
+    """
     if "restarts" in data:
         return [0] * len(data)
-    rows = zip(prompts, responses, data.repeats_prompt(), strict=True)
-    return [n if again and n >= MIN_SHARED and t <= MAX_LONGER * n else 0 for n, t, again in rows]
+    prompts = data.ragged("prompts").lengths.tolist()
+    responses = data.ragged("responses").lengths.tolist()
+    shared = []
+    for num_prompt, num_response, is_repeated in zip(prompts, responses, data.repeats_prompt(), strict=True):
+        is_worth_it = num_prompt >= MIN_SHARED and num_response <= MAX_LONGER * num_prompt
+        shared.append(num_prompt if is_repeated and is_worth_it else 0)
+    return shared
 
 
 def pack_rows(data: DataProto, device: torch.device, scored: bool = False) -> PackedRows:
-    """Lay the rows end to end. A prompt that neighbouring rows have in common is there once, before all responses. Rows that are `scored`
-    are read at their last token, which their responses have one of. Where the column `restarts` has a 1, a token begins a new context.
+    """Return the rows end to end. A prompt that neighbouring rows have in common comes once, before all responses.
 
-    Without rows it is one prompt token and one response token: what a rank computes so that every rank joins every collective.
-    Copies to the device do not wait for it: rows are packed while it works on those before.
+    Rows that are `scored` are read at their last token; their responses have one token. A 1 in the column `restarts` marks a token that
+    begins a new context.
+
+    Without rows the result is a placeholder of one prompt token and one response token, so that a rank joins every collective. Copies to
+    the device are asynchronous: rows are packed while the device works on the rows before.
     """
     if not len(data):
         token = Ragged.from_rows([[0]], dtype=torch.int64)
-        return replace(pack_rows(DataProto.from_dict({"prompts": token, "responses": token}), device, scored), is_placeholder=True)
+        one_row = DataProto.from_dict({"prompts": token, "responses": token})
+        return replace(pack_rows(one_row, device, scored), is_placeholder=True)
     repeated = [tokens > 0 for tokens in shared_prompt_tokens(data)]
-    prompts, responses = data.ragged("prompts"), data.ragged("responses")
-    restarts = data.ragged("restarts").values.bool() if "restarts" in data else responses.values < 0
-    laid = _lay_shared(prompts, responses, repeated, device) if any(repeated) else _lay_whole(prompts, responses, restarts, device)
-    ids, positions, predict_at, layout, last = laid
-    at, targets = (last, responses.values[:0]) if scored else (predict_at, responses.values)
-    return _packed(ids, positions, at, layout, targets, token_rows(data, device), device)
+    prompts = data.ragged("prompts")
+    responses = data.ragged("responses")
+    if any(repeated):
+        ids, positions, predict_at, layout, last = _lay_shared(prompts, responses, repeated, device)
+    else:
+        restarts = data.ragged("restarts").values.bool() if "restarts" in data else responses.values < 0
+        ids, positions, predict_at, layout, last = _lay_whole(prompts, responses, restarts, device)
+    targets = responses.values
+    if scored:
+        predict_at = last
+        targets = targets[:0]
+    return _on_device(ids, positions, predict_at, layout, targets, token_rows(data, device), device)
 
 
-def _packed(
+def _on_device(
     ids: Tensor,
     positions: Tensor,
     predict_at: Tensor,
@@ -204,9 +235,10 @@ def _packed(
 
 
 def token_rows(data: DataProto, device: torch.device) -> TokenRows:
-    """The response tokens of these rows, with every column that has a number per token, and every one that has a number per row."""
+    """Return the response tokens of these rows, with every column of a number per token and every column of a number per row."""
     lengths = data.ragged("responses").lengths
-    columns, row_columns = dict[str, Tensor](), dict[str, Tensor]()
+    columns: dict[str, Tensor] = {}
+    row_columns: dict[str, Tensor] = {}
     for name, column in data.columns.items():
         if isinstance(column, Tensor):
             row_columns[name] = column.to(device, non_blocking=True)
@@ -217,22 +249,25 @@ def token_rows(data: DataProto, device: torch.device) -> TokenRows:
     return TokenRows(Rows(lengths, device), columns, list(indices), row_columns, units)
 
 
-_Laid = tuple[Tensor, Tensor, Tensor, PackedLayout, Tensor]
+_Placement = tuple[Tensor, Tensor, Tensor, PackedLayout, Tensor]
 """Token ids [N], positions [N], where the response tokens are predicted [M], where the rows lie, and the last token of each [rows]."""
 
 
-def _lay_whole(prompts: Ragged, responses: Ragged, restarts: Tensor, device: torch.device) -> _Laid:
+def _lay_whole(prompts: Ragged, responses: Ragged, restarts: Tensor, device: torch.device) -> _Placement:
     """Prompt and response of every row as one segment, but for those that begin at `restarts` [M]."""
     lengths = prompts.lengths + responses.lengths
     starts = torch.cumsum(lengths, 0) - lengths
-    ids = torch.cat([part for pair in zip(prompts.rows(), responses.rows(), strict=True) for part in pair])
+    parts: list[Tensor] = []
+    for prompt, response in zip(prompts.rows(), responses.rows(), strict=True):
+        parts += (prompt, response)
+    ids = torch.cat(parts)
     predict_at = torch.repeat_interleave(starts + prompts.lengths - 1, responses.lengths) + _offsets(responses.lengths)
     firsts = torch.cat([starts, predict_at[restarts] + 1]).sort().values
     segments = torch.diff(firsts, append=torch.tensor([len(ids)]))
     return ids, _offsets(segments), predict_at, PackedLayout(segments, device), starts + lengths - 1
 
 
-def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Laid:
+def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], device: torch.device) -> _Placement:
     """The prompts, each once, then the responses, each a segment that continues its prompt."""
     first = [row for row, again in enumerate(repeated) if not again]
     prompt_of = torch.cumsum(~torch.tensor(repeated), 0) - 1
@@ -251,17 +286,18 @@ def _lay_shared(prompts: Ragged, responses: Ragged, repeated: Sequence[bool], de
 
 
 def pack_sequences(rows: Ragged, pad_token_id: int, device: torch.device) -> PackedRows:
-    """Rows of token ids end to end, to be read once each: where transformers scores a padded row, at its last token that is no padding.
+    """Return rows of token ids end to end, each read where transformers scores a padded row: at its last token that is not padding.
 
-    Without rows it stands for none, as in `pack_rows`.
+    Without rows the result is a placeholder, as in `pack_rows`.
     """
     if not len(rows):
-        return replace(pack_sequences(Ragged.from_rows([[0]], dtype=torch.int64), pad_token_id, device), is_placeholder=True)
+        one_row = Ragged.from_rows([[0]], dtype=torch.int64)
+        return replace(pack_sequences(one_row, pad_token_id, device), is_placeholder=True)
     starts = torch.cumsum(rows.lengths, 0) - rows.lengths
     last = torch.stack([(torch.arange(len(row)) * (row != pad_token_id)).argmax() for row in rows.rows()])
     tokens = TokenRows(Rows(torch.ones_like(rows.lengths), device), {}, range(len(rows)))
     layout = PackedLayout(rows.lengths, device)
-    return _packed(rows.values, _offsets(rows.lengths), starts + last, layout, rows.values[:0], tokens, device)
+    return _on_device(rows.values, _offsets(rows.lengths), starts + last, layout, rows.values[:0], tokens, device)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

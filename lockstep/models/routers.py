@@ -1,4 +1,4 @@
-"""The routers of mixtures of experts: which families are known, where their routers are, and how one is made to choose given experts."""
+"""The routers of mixtures of experts: the families that are known, the places of their routers, and the replay of given experts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from lockstep.errors import ConfigError
 
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Families of transformers whose routers are known here: each returns logits [N, experts], the weights of those it chose, and which they
-are, both [N, k]."""
+"""Families of transformers whose routers are known here. A router returns logits [N, experts], and the weights and the numbers of the
+experts that it chose, both [N, k]."""
 ON_GPU = ("mixtral", "qwen3_moe")
-"""Those whose choices a sampler on a GPU keeps."""
+"""Families whose choices a sampler on a GPU keeps."""
 NOT_RECORDED = -1
 """Stands for each expert of a token whose choice is not known."""
 RouterOutput = tuple[Tensor, Tensor, Tensor]
@@ -23,7 +23,7 @@ _ROUTER = "TopKRouter"
 
 
 def routers(module: PreTrainedModel) -> list[nn.Module]:
-    """The routers of a model of FAMILIES, layer by layer; none of any other."""
+    """Return the routers of a model of FAMILIES, layer by layer; an empty list for another family."""
     if module.config.model_type not in FAMILIES:
         return []
     return [part for part in module.modules() if type(part).__name__.endswith(_ROUTER)]
@@ -31,7 +31,8 @@ def routers(module: PreTrainedModel) -> list[nn.Module]:
 
 def check_replay(hf_config: Any, device_type: str) -> None:
     """Raise ConfigError unless the choices of this model's routers can be kept by a sampler on this kind of device."""
-    key, family = "actor_rollout_ref.rollout.router_replay", hf_config.model_type
+    key = "actor_rollout_ref.rollout.router_replay"
+    family = hf_config.model_type
     if family not in FAMILIES:
         raise ConfigError(
             f"{key}=true is for mixtures of the families {', '.join(FAMILIES)}, and this model is a {family}; set it to false"
@@ -44,7 +45,7 @@ def check_replay(hf_config: Any, device_type: str) -> None:
 
 
 def replayed(router: nn.Module, output: RouterOutput, given: Tensor) -> RouterOutput:
-    """The router's output as if it had chosen `given` [N, k]; tokens where that is NOT_RECORDED keep their own choice.
+    """Return the router's output as if it had chosen `given` [N, k]; tokens with NOT_RECORDED keep their own choice.
 
     The weights of the given experts come from the router's present logits, and the gradient goes through them.
     """
@@ -57,7 +58,7 @@ def replayed(router: nn.Module, output: RouterOutput, given: Tensor) -> RouterOu
 
 
 def num_changed(chosen: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the tokens whose experts are given, how many would have gone to others, in whatever order; and how many there are."""
+    """Return how many of the tokens with given experts would have gone to others, in any order; and the number of such tokens."""
     known = given[:, 0] != NOT_RECORDED
     differs = (chosen.sort(-1).values != given.to(chosen.dtype).sort(-1).values).any(-1)
     return (differs & known).sum(), known.sum()

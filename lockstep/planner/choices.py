@@ -89,12 +89,14 @@ class Choice:
 
 
 def choose(options: Mapping[int, Footprint], load: Load, free: int, before: SavedChoice | None = None) -> Choice:
-    """The numbers for models that share a device with `free` bytes.
+    """Return the numbers for models that share a device with `free` bytes.
 
-    `options` has what was counted for each size of micro-batches that may be chosen, the smallest first. The largest is taken for which
-    nothing more is offloaded or recomputed than for the smallest. Raises ResourceError where that one does not fit. Numbers from `before`
-    are taken instead, where they are for the same load and fit, if more is offloaded and recomputed for it. They do not where the cache
-    would hold fewer of the longest rows than it should, and half as many sequences at once would be chosen: they would take turns.
+    `options` has the footprint for each size of micro-batches that may be chosen, the smallest first. The choice is the largest for which
+    nothing more is offloaded or recomputed than for the smallest. Numbers of `before` win if they are for the same load and fit, even if
+    more has to be offloaded and recomputed for them. They do not fit if the cache would hold fewer of the longest rows than it should and
+    half as many sequences at once would be chosen: sequences would then take turns.
+
+    Raise ResourceError if the smallest size does not fit.
     """
     is_same = before is not None and (before.longest, before.step_rows) == (load.longest, load.step_rows)
     if before is None or not is_same or before.tokens not in options:
@@ -103,7 +105,8 @@ def choose(options: Mapping[int, Footprint], load: Load, free: int, before: Save
         chosen = _choose({before.tokens: options[before.tokens]}, load, free)
     except ResourceError:
         return replace(_choose(options, load, free), is_new=True)
-    wanted, rollout = options[before.tokens][1], chosen.rollout
+    _, wanted = options[before.tokens]
+    rollout = chosen.rollout
     has_fewer = wanted is not None and rollout is not None and rollout.seats < wanted.seats
     if has_fewer and 2 * chosen.numbers.max_num_seqs <= before.max_num_seqs:
         return replace(_choose(options, load, free), is_new=True)
@@ -122,7 +125,7 @@ def _choose(options: Mapping[int, Footprint], load: Load, free: int) -> Choice:
 
 
 def _fitting(models: Sequence[Model], rollout: Rollout | None, free: int) -> tuple[Rollout | None, list[MemoryPlan]]:
-    """The rollout with as many sequences as it should hold, or as fit where it takes fewer, and the plans for it."""
+    """Return the rollout with as many sequences as it should hold, or as fit if it takes fewer, and the plans for it."""
     try:
         return rollout, plan_memory(models, rollout, free)
     except ResourceError:
@@ -136,12 +139,13 @@ def _fitting(models: Sequence[Model], rollout: Rollout | None, free: int) -> tup
         except ResourceError:
             return True
 
-    fewer = choices[max(1, bisect_left(choices, True, key=is_too_large)) - 1]  # one sequence may fill more than SHARE
+    num_fitting = bisect_left(choices, True, key=is_too_large)
+    fewer = choices[max(1, num_fitting) - 1]  # one sequence may fill more than SHARE
     return fewer, plan_memory(models, fewer, free)
 
 
 def candidates(load: Load) -> tuple[int, ...]:
-    """Sizes of micro-batches that may be chosen for this load: a larger one than a whole update brings nothing."""
+    """Return the sizes of micro-batches that may be chosen for this load; none larger than the first that holds a whole update."""
     whole = load.update_rows * load.longest
     least = max(CANDIDATES[0], load.longest * load.unit)
     larger = [size for before, size in itertools.pairwise(CANDIDATES) if size > least and whole > before]
@@ -149,26 +153,32 @@ def candidates(load: Load) -> tuple[int, ...]:
 
 
 def choose_rollout(rollout: Rollout, load: Load, free: int, most_share: float = MOST_SHARE) -> RolloutNumbers:
-    """What `rollout` computes at once where `free` bytes are left when it starts, and its cache may take `most_share` of them."""
+    """Return what `rollout` computes at once if `free` bytes are left when it starts and its cache may take `most_share` of them."""
     if rollout.engine in ("vllm", "sglang"):
         return replace(PLAIN, max_num_seqs=max(1, min(load.step_rows, MOST_SENT_SEATS)))
     if rollout.engine != "native":
         has_fewer = rollout.seats < min(LEAST_SEQUENCES, load.step_rows)  # it cannot let any wait that it has begun
         return replace(PLAIN, max_num_seqs=rollout.seats) if has_fewer else PLAIN
-    tokens, most = PASS_TOKENS, MOST_PASS_TOKENS if rollout.prompt_bytes >= SMALL_PROMPTS else PASS_TOKENS
-    while tokens < most and 2 * tokens * rollout.prompt_bytes <= PROMPTS_SHARE * free:
+    most_tokens = MOST_PASS_TOKENS if rollout.prompt_bytes >= SMALL_PROMPTS else PASS_TOKENS
+    tokens = PASS_TOKENS
+    while tokens < most_tokens and 2 * tokens * rollout.prompt_bytes <= PROMPTS_SHARE * free:
         tokens *= 2
     if rollout.in_one_shape:
-        return replace(PLAIN, gpu_memory_utilization=_share(rollout, PLAIN.max_num_seqs, tokens, load, free, most_share))
-    # Responses are half as long as they may be, or so: one that finds no page waits, and its prompt is computed again.
-    most = int(most_share * free) * 2 // max(1, rollout.token_bytes * load.longest)
-    seats = min(load.step_rows, MOST_SEATS, max(rollout.seats, most))
-    return RolloutNumbers(seats, tokens, _share(rollout, seats, tokens, load, free, most_share))
+        share = _share(rollout, PLAIN.max_num_seqs, tokens, load, free, most_share)
+        return replace(PLAIN, gpu_memory_utilization=share)
+    # Responses are about half as long as they may be. A response that finds no page waits, and its prompt is computed again.
+    most_seats = int(most_share * free) * 2 // max(1, rollout.token_bytes * load.longest)
+    seats = min(load.step_rows, MOST_SEATS, max(rollout.seats, most_seats))
+    share = _share(rollout, seats, tokens, load, free, most_share)
+    return RolloutNumbers(seats, tokens, share)
 
 
 def _share(rollout: Rollout, seats: int, tokens: int, load: Load, free: int, most: float) -> float:
-    """Of `free`, what is left for the cache. No less than one of the longest rows needs, with the page that it ends in, one to copy and the
-    scratch page: the plan has found room for it."""
+    """Return the share of `free` that is left for the cache.
+
+    It is no less than one of the longest rows needs, with the page that it ends in, one to copy and the scratch page: the plan has found
+    room for it.
+    """
     beside = seats * rollout.row_bytes + tokens * rollout.prompt_bytes + GRAPHS
     share = int(100 * min(most, 1 - beside / max(1, free))) / 100
     row = math.ceil(100 * rollout.token_bytes * (load.longest + 3 * PAGE) / max(1, free)) / 100
@@ -178,7 +188,8 @@ def _share(rollout: Rollout, seats: int, tokens: int, load: Load, free: int, mos
 def _rollout_numbers(models: Sequence[Model], rollout: Rollout | None, plans: Plans, load: Load, free: int) -> RolloutNumbers:
     if rollout is None:
         return PLAIN
-    left, most = max(1, free - held_bytes(models, rollout, plans)), MOST_SHARE
+    left = max(1, free - held_bytes(models, rollout, plans))
+    most = MOST_SHARE
     if rollout.keeps_cache:  # it is there in all other stages too
         spare = SHARE * free - max(stage_bytes(models, replace(rollout, cache=0), plans).values())
         most = min(most, max(0, spare) / left)
@@ -186,9 +197,11 @@ def _rollout_numbers(models: Sequence[Model], rollout: Rollout | None, plans: Pl
 
 
 def describe_chosen(values: Mapping[str, float | str]) -> str | None:
-    """A line that says what was chosen: key -> value; None where nothing was left to choose."""
-    found = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
-    return f"chosen for {AUTO}: {found}" if found else None
+    """Return a line with what was chosen (key -> value); None if nothing was."""
+    if not values:
+        return None
+    words = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
+    return f"chosen for {AUTO}: {', '.join(words)}"
 
 
 # -- into the configuration --------------------------------------------------------------------------------------------------
@@ -197,15 +210,19 @@ def describe_chosen(values: Mapping[str, float | str]) -> str | None:
 def settle_policy(
     config: ActorRolloutRefConfig, parts: Parts, names: PolicyKeys, load: Load, numbers: RolloutNumbers
 ) -> tuple[ActorRolloutRefConfig, Numbers]:
-    """The same with numbers for the keys that are auto, the tokens of `load` and what was chosen for the rollout; and the numbers of keys
-    that a user can set."""
+    """Return `config` with numbers for the keys that are auto, and the numbers of keys that a user can set.
+
+    They are the tokens of `load` and what was chosen for the rollout.
+    """
     chosen: Numbers = {}
     if config.actor.ppo_max_token_len_per_gpu == AUTO:
         tokens = actor_tokens(config.actor, load)
         config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, ppo_max_token_len_per_gpu=tokens))
         if config.actor.ppo_micro_batch_size_per_gpu is None:
             chosen[names.tokens] = tokens
-    open_keys = [key for key in dataclasses.asdict(numbers) if getattr(config.rollout, key) == AUTO] if parts.rollout else []
+    open_keys = []
+    if parts.rollout:
+        open_keys = [key for key in dataclasses.asdict(numbers) if getattr(config.rollout, key) == AUTO]
     for key in open_keys:
         value = getattr(numbers, key)
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{key: value}))
@@ -215,10 +232,10 @@ def settle_policy(
 
 
 def settle_training(config: T, load: Load) -> tuple[T, Numbers]:
-    """The same for the critic or the reward model."""
-    section, name = (
-        ("critic", "ppo_max_token_len_per_gpu") if isinstance(config, CriticConfig) else ("reward_model", "max_token_len_per_gpu")
-    )
+    """Return the same for the critic or the reward model."""
+    section, name = "reward_model", "max_token_len_per_gpu"
+    if isinstance(config, CriticConfig):
+        section, name = "critic", "ppo_max_token_len_per_gpu"
     if getattr(config, name) != AUTO:
         return config, {}
     tokens = scored_tokens(config, load)
@@ -226,7 +243,7 @@ def settle_training(config: T, load: Load) -> tuple[T, Numbers]:
 
 
 def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan]) -> ActorRolloutRefConfig:
-    """The same with what was decided for the models that `policy_needs` named."""
+    """Return `config` with what was decided for the models that `policy_needs` named."""
     if "actor" in plans:
         actor, model = _placed(config.actor, config.model, plans["actor"])
         config = dataclasses.replace(config, actor=actor, model=model)
@@ -236,7 +253,7 @@ def place_policy(config: ActorRolloutRefConfig, plans: Mapping[str, MemoryPlan])
 
 
 def place_training(config: T, plan: MemoryPlan) -> T:
-    """The same with what was decided for the critic or the reward model."""
+    """Return `config` with what was decided for the critic or the reward model."""
     config, model = _placed(config, config.model, plan)
     return dataclasses.replace(config, model=model)
 

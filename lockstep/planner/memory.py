@@ -81,7 +81,7 @@ class Model:
     """The same for the moments, between updates."""
 
     def parts(self, *names: str) -> Contents:
-        """Some of its sizes."""
+        """Return some of its sizes, by name."""
         return Counter({f"{self.name} {name.rpartition('_')[2]}": getattr(self, name) for name in names})
 
 
@@ -118,7 +118,7 @@ class Rollout:
     """Whether every batch is computed in one shape, which must not depend on the load."""
 
     def holding(self, seats: int) -> "Rollout":
-        """The same with a cache for so many sequences."""
+        """Return the rollout with a cache for so many sequences."""
         return replace(self, cache=self.cache * seats // self.seats, seats=seats)
 
 
@@ -139,10 +139,10 @@ Plans = Sequence[MemoryPlan]
 
 
 def plan_memory(models: Models, rollout: Rollout | None, free: int) -> list[MemoryPlan]:
-    """What is decided for each of the models that share a device with `free` bytes.
+    """Return what is decided for each of the models that share a device with `free` bytes.
 
-    What the user has decided (`param_offload`, `optimizer_offload`, a single kind in `activations`) stays. Raises ResourceError, with
-    the bytes of each part of the largest stage and the first key to turn, when no choice lets every stage fit.
+    What the user has decided (`param_offload`, `optimizer_offload`, a single kind in `activations`) stays. Raise ResourceError, with the
+    bytes of each part of the largest stage and the first key to change, if no choice lets every stage fit.
     """
     room = int(SHARE * free)
 
@@ -161,17 +161,17 @@ def plan_memory(models: Models, rollout: Rollout | None, free: int) -> list[Memo
 
 
 def stage_bytes(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, int]:
-    """Stage -> bytes on the device at its fullest moment."""
+    """Return stage -> bytes on the device at its fullest moment."""
     return {stage: parts.total() for stage, parts in stage_parts(models, rollout, plans).items()}
 
 
 def held_bytes(models: Models, rollout: Rollout, plans: Plans) -> int:
-    """What lies on the device beside the cache while it is generated."""
+    """Return the bytes on the device apart from the cache while the rollout generates."""
     return (_idle(list(zip(models, plans, strict=True))) + _rollout_parts(models, rollout, plans)[0]).total()
 
 
 def host_bytes(models: Models, plans: Plans) -> int:
-    """What one rank's offloaded weights and moments take of the host's memory."""
+    """Return the bytes of host memory that one rank's offloaded weights and moments take."""
     return sum(
         plan.offload_weights * model.weights + plan.offload_moments * model.moments
         for model, plan in zip(models, plans, strict=True)
@@ -179,13 +179,19 @@ def host_bytes(models: Models, plans: Plans) -> int:
 
 
 def describe_plan(models: Models, rollout: Rollout | None, plans: Plans, free: int) -> str | None:
-    """One line that says what is offloaded to host memory, and why; None when that is nothing."""
-    offloaded, without = [], []
+    """Return one line that says what is offloaded to host memory, and why; None if nothing is."""
+    offloaded = []
+    without = []
     for model, plan in zip(models, plans, strict=True):
         weights = plan.offload_weights and model.param_offload == "auto"
         moments = plan.offload_moments and model.optimizer_offload == "auto"
-        sizes = [f"weights {_gb(model.weights)}"] * weights + [f"moments {_gb(model.moments)}"] * moments
-        offloaded += [f"{model.name} ({', '.join(sizes)})"] if sizes else []
+        sizes = []
+        if weights:
+            sizes.append(f"weights {_gb(model.weights)}")
+        if moments:
+            sizes.append(f"moments {_gb(model.moments)}")
+        if sizes:
+            offloaded.append(f"{model.name} ({', '.join(sizes)})")
         without.append(MemoryPlan(plan.offload_weights and not weights, plan.offload_moments and not moments, plan.recompute))
     if not offloaded:
         return None
@@ -202,7 +208,7 @@ def describe_plan(models: Models, rollout: Rollout | None, plans: Plans, free: i
 
 
 def stage_parts(models: Models, rollout: Rollout | None, plans: Plans) -> dict[str, Contents]:
-    """Stage -> what lies on the device at its fullest moment."""
+    """Return stage -> what lies on the device at its fullest moment."""
     fullest: dict[str, Contents] = {}
     for stage, parts in _moments(models, rollout, plans):
         if parts.total() >= fullest.get(stage, Counter()).total():
@@ -211,12 +217,16 @@ def stage_parts(models: Models, rollout: Rollout | None, plans: Plans) -> dict[s
 
 
 def _moments(models: Models, rollout: Rollout | None, plans: Plans) -> Iterator[tuple[str, Contents]]:
-    """Every moment that may be the fullest of its stage."""
+    """Yield (stage, contents) for every moment that may be the fullest of its stage."""
     pairs = list(zip(models, plans, strict=True))
     copy, cache = _rollout_parts(models, rollout, plans)
-    kept = (copy if rollout and rollout.keeps_weights else Counter()) + (cache if rollout and rollout.keeps_cache else Counter())
+    resident: Contents = Counter()
+    if rollout is not None and rollout.keeps_weights:
+        resident += copy
+    if rollout is not None and rollout.keeps_cache:
+        resident += cache
     for model, plan in pairs:
-        others = kept + _idle([pair for pair in pairs if pair[0] is not model])
+        others = resident + _idle([pair for pair in pairs if pair[0] is not model])
         waiting = () if plan.offload_moments else ("moments",)
         activations = f"{model.name} activations"
         for stage in model.passes:
@@ -232,30 +242,36 @@ def _moments(models: Models, rollout: Rollout | None, plans: Plans) -> Iterator[
     yield GENERATION, _idle(pairs) + copy + cache
     for model, plan in pairs:
         if model.name == rollout.source and plan.offload_weights:  # its weights are there while the copy is made
-            yield GENERATION, _idle(pairs) + model.parts("weights") + copy + (cache if rollout.keeps_cache else Counter())
+            making_copy = _idle(pairs) + model.parts("weights") + copy
+            yield GENERATION, making_copy + cache if rollout.keeps_cache else making_copy
 
 
 def _idle(pairs: Sequence[tuple[Model, MemoryPlan]]) -> Contents:
-    """What models hold while another one works."""
+    """Return what models hold while another one works."""
     held: Contents = Counter()
     for model, plan in pairs:
-        held += model.parts(*["weights"] * (not plan.offload_weights), *["moments"] * (not plan.offload_moments))
+        if not plan.offload_weights:
+            held += model.parts("weights")
+        if not plan.offload_moments:
+            held += model.parts("moments")
     return held
 
 
 def _beside(pairs: Sequence[tuple[Model, MemoryPlan]], update: str) -> Contents:
-    """What models need that compute in this update of another one, beside what they hold while they are idle."""
+    """Return what models need that compute in this update of another model, beyond what they hold while idle."""
     needed: Contents = Counter()
     for model, plan in pairs:
-        if model.beside == update:
-            needed += model.parts("gathered", "pass_logits", *["weights"] * plan.offload_weights) + Counter(
-                {f"{model.name} activations": model.forward}
-            )
+        if model.beside != update:
+            continue
+        needed += model.parts("gathered", "pass_logits")
+        if plan.offload_weights:
+            needed += model.parts("weights")
+        needed += Counter({f"{model.name} activations": model.forward})
     return needed
 
 
 def _rollout_parts(models: Models, rollout: Rollout | None, plans: Plans) -> tuple[Contents, Contents]:
-    """The rollout's copy of the weights, where it has one, and its cache."""
+    """Return the rollout's copy of the weights, if it has one, and its cache."""
     if rollout is None:
         return Counter(), Counter()
     is_there = any(m.name == rollout.source and not p.offload_weights for m, p in zip(models, plans, strict=True))
@@ -267,7 +283,7 @@ def _rollout_parts(models: Models, rollout: Rollout | None, plans: Plans) -> tup
 
 
 def _choices(models: Models, rollout: Rollout | None) -> Iterator[list[MemoryPlan]]:
-    """What may be offloaded, from as little as possible to as much as possible, with as much recomputation as possible."""
+    """Yield what may be offloaded, from as little to as much as possible, with as much recomputation as possible."""
     plans = [
         MemoryPlan(
             offload_weights=model.param_offload is True,
@@ -278,7 +294,8 @@ def _choices(models: Models, rollout: Rollout | None) -> Iterator[list[MemoryPla
     ]
     yield plans
     for number, part in _moves(models, rollout):
-        yield (plans := _changed(plans, number, **{part: True}))
+        plans = _changed(plans, number, **{part: True})
+        yield plans
 
 
 def _changed(plans: Plans, number: int, **changes: Any) -> list[MemoryPlan]:
@@ -286,7 +303,7 @@ def _changed(plans: Plans, number: int, **changes: Any) -> list[MemoryPlan]:
 
 
 def _moves(models: Models, rollout: Rollout | None) -> list[tuple[int, str]]:
-    """(model, field of its plan) that may be offloaded, in the order in which they are."""
+    """Return (model, field of its plan) that may be offloaded, in the order of offloading."""
     source = rollout.source if rollout is not None else None
 
     def order(move: tuple[int, str]) -> tuple[int, int, int]:
@@ -296,7 +313,9 @@ def _moves(models: Models, rollout: Rollout | None) -> list[tuple[int, str]]:
             return 1, num_stages, -model.moments
         # Last of all: the rollout would need a copy of weights that it has for nothing while they are on the device.
         is_borrowed = rollout is not None and rollout.shares and model.name == source
-        return 3 if is_borrowed else 2 if model.update is not None else 0, num_stages, -model.weights
+        if is_borrowed:
+            return 3, num_stages, -model.weights
+        return 2 if model.update is not None else 0, num_stages, -model.weights
 
     weights = [(i, "offload_weights") for i, model in enumerate(models) if model.param_offload == "auto"]
     moments = [(i, "offload_moments") for i, model in enumerate(models) if model.optimizer_offload == "auto" and model.update]
@@ -304,7 +323,7 @@ def _moves(models: Models, rollout: Rollout | None) -> list[tuple[int, str]]:
 
 
 def _recompute_less(models: Models, rollout: Rollout | None, plans: list[MemoryPlan], room: int) -> list[MemoryPlan]:
-    """The same with the least recomputation that fits; a model's activations are on the device in its own update only."""
+    """Return the plans with the least recomputation that fits; activations are on the device in the model's own update only."""
     for number, model in enumerate(models):
         for kind in model.activations:
             trial = _changed(plans, number, recompute=kind)
@@ -327,7 +346,7 @@ def _too_large(models: Models, rollout: Rollout | None, plans: Plans, free: int)
 
 
 def _remedy(models: Models, rollout: Rollout | None, plans: Plans, stage: str, parts: Contents, free: int) -> str:
-    """The first key to turn: what the user forbids, then what makes the stage smaller, then more devices."""
+    """Return the first key to change: one that the user set, then one that makes the stage smaller, then more devices."""
     for number, model in enumerate(models):
         for key, choice in ((model.keys.weights, "offload_weights"), (model.keys.moments, "offload_moments")):
             trial = _changed(plans, number, **{choice: True})

@@ -104,15 +104,22 @@ def policy_needs(
     element: int,
     head: Head = Head.LANGUAGE_MODEL,
 ) -> tuple[list[Model], Rollout | None]:
-    """The actor, the reference and the rollout, as far as they are among `parts`; `element` as in `count_model`, `names` for messages."""
-    actor, ref, model = config.actor, config.ref, config.model
+    """Return the needs of the actor, the reference and the rollout, if they are among `parts`.
+
+    `element` is as in `count_model`; `names` are the keys for messages.
+    """
+    actor = config.actor
+    ref = config.ref
+    model = config.model
     options: Any = {"model": model, "head": head, "load": load, "world_size": world_size, "element": element}
     models = []
     if parts.actor:
         # With adapters the actor is the reference too, unless that is another model.
-        passes = ("old_log_prob", "ref") if parts.reference and not config.loads_reference(parts) else ("old_log_prob",)
+        is_reference = parts.reference and not config.loads_reference(parts)
+        passes = ("old_log_prob", "ref") if is_reference else ("old_log_prob",)
         budget = (actor_tokens(actor, load), actor.ppo_micro_batch_size_per_gpu)
-        keys = _trained_keys(names.engine, _less(names.tokens, names.length, budget, load, actor, names.engine), names.model)
+        less = _less(names.tokens, names.length, budget, load, actor, names.engine)
+        keys = _trained_keys(names.engine, less, names.model)
         models.append(count_model("actor", keys, passes, "update_actor", choice=actor, budget=budget, **options))
     if config.loads_reference(parts):
         tokens = ref.log_prob_max_token_len_per_gpu or actor_tokens(actor, load)
@@ -129,7 +136,7 @@ def policy_needs(
 
 
 def training_needs(config: CriticConfig | RewardModelConfig, *, load: Load, world_size: int, element: int) -> Model:
-    """The critic or the reward model."""
+    """Return the needs of the critic or the reward model."""
     options: Any = {"choice": config, "model": config.model, "load": load, "world_size": world_size, "element": element}
     if isinstance(config, CriticConfig):
         budget = (scored_tokens(config, load), config.ppo_micro_batch_size_per_gpu)
@@ -157,8 +164,11 @@ def scored_tokens(config: CriticConfig | RewardModelConfig, load: Load) -> int:
 
 
 def _less(tokens: str, length: str, budget: tuple[int, int | None], load: Load, choice: EngineChoice, section: str) -> str:
-    """What makes micro-batches of this budget smaller: the key of their tokens or rows, or where each is one row that of its length, or of
-    the ranks that divide it. `section` has the engine's keys."""
+    """Return the key that makes micro-batches of this budget smaller.
+
+    That is the key of their tokens or rows; if each is one row, the key of its length, or of the ranks that divide it. `section` has the
+    engine's keys.
+    """
     max_tokens, max_rows = budget
     if max_rows is not None and max_rows > load.unit:
         return tokens.replace("max_token_len", "micro_batch_size")
@@ -170,7 +180,7 @@ def _less(tokens: str, length: str, budget: tuple[int, int | None], load: Load, 
 
 
 def _trained_keys(section: str, less: str, model: str) -> Keys:
-    """The keys of a model that learns: its section, what makes its micro-batches smaller, and the section of its model."""
+    """Return the keys of a model that learns; `less` makes its micro-batches smaller, `model` is the section of its model."""
     return Keys(
         less=less,
         weights=f"{section}.fsdp_config.param_offload",
@@ -196,17 +206,19 @@ def count_model(
     load: Load,
     budget: tuple[int, int | None],
 ) -> Model:
-    """A model that computes in numbers of `element` bytes on `world_size` ranks, frozen where `update` is None.
+    """Return the needs of a model that computes in numbers of `element` bytes on `world_size` ranks, frozen if `update` is None.
 
-    `budget` is the tokens, or the rows, of a micro-batch. Raises DataError where transformers cannot build it with this head.
+    `budget` is the tokens, or the rows, of a micro-batch. Raise DataError if transformers cannot build the model with this head.
     """
     module = build(model, head)
     adapters = model.adapts and update is not None
     if adapters:
         Lora(module, model, head, seed=0)
     parameters = sum(p.numel() for p in module.parameters())
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad) if update is not None else 0
-    tokens = {stage: load.tokens(*budget, rows) for stage, rows in (("pass", load.step_rows), ("update", load.update_rows))}
+    trained = 0
+    if update is not None:
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    tokens = {"pass": load.tokens(*budget, load.step_rows), "update": load.tokens(*budget, load.update_rows)}
     several = tokens["update"] < load.update_rows * load.longest
     state = _state(choice, module, parameters, trained, world_size, element, several)
     if adapters:  # what does not learn beside them is kept in the type of the computation
@@ -216,11 +228,12 @@ def count_model(
     if offloads and world_size == 1:
         state["gathered"] = _copies(module, element, adapters)
     text = module.config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
+    hidden = text.hidden_size
+    layers = text.num_hidden_layers
     intermediate = mlp_width(text)
-    logits = {
-        kind: min(n * text.vocab_size, MAX_LOGITS["cuda"]) if head is Head.LANGUAGE_MODEL else 0 for kind, n in tokens.items()
-    }
+    logits = {"pass": 0, "update": 0}
+    if head is Head.LANGUAGE_MODEL:
+        logits = {stage: min(n * text.vocab_size, MAX_LOGITS["cuda"]) for stage, n in tokens.items()}
     section = choice.engine
     fast = isinstance(section, FSDPConfig) and element < _FLOAT and not section.use_torch_compile and has_fast_layers(module)
     kinds = _kinds(model, module) if update is not None else []
@@ -241,7 +254,7 @@ def count_model(
 
 
 def _cache_remedy(config: RolloutConfig, share: float, seats: int, longest: int) -> str:
-    """The key to turn where a cache of `share` of what is free, for `seats` sequences, is too large."""
+    """Return the key to change if a cache of `share` of the free memory, for `seats` sequences, is too large."""
     shorter = "lower data.max_prompt_length or data.max_response_length"
     if config.max_num_seqs == AUTO or seats == 1:
         shorter += f": the cache must hold one row of {longest} tokens"
@@ -262,7 +275,7 @@ def count_rollout(
     element: int,
     load: Load,
 ) -> Rollout:
-    """What generates from `model`; `actor` is the engine of the actor in the same worker, if there is one."""
+    """Return the needs of the rollout of `model`; `actor` is the engine of the actor in the same worker, if there is one."""
     module = build(model, Head.LANGUAGE_MODEL)
     text = module.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -296,7 +309,7 @@ def count_rollout(
 
 
 def _pass_numbers(text: Any, fast: bool) -> int:
-    """Numbers per token that a pass without a gradient holds at once.
+    """Return the numbers per token that a pass without a gradient holds at once.
 
     A layer's parts are dropped as they are used: the stream, a norm, queries or keys; gate, up and their product. In a fast layer they live
     until it ends, and the stream (before, between and after its halves) is float32.
@@ -305,7 +318,7 @@ def _pass_numbers(text: Any, fast: bool) -> int:
 
 
 def _kinds(model: ModelConfig, module: PreTrainedModel) -> list[str]:
-    """What may be recomputed, as far as the user has not decided it."""
+    """Return what may be recomputed; one kind if the user has decided it."""
     if not model.enable_gradient_checkpointing:
         return ["none"]
     return possible_kinds(module) if model.recompute == "auto" else [model.recompute]
@@ -314,7 +327,7 @@ def _kinds(model: ModelConfig, module: PreTrainedModel) -> list[str]:
 def _state(
     choice: EngineChoice, module: PreTrainedModel, parameters: int, trained: int, world_size: int, element: int, several: bool
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, moments and gathered weights on one rank; `several` micro-batches make an update."""
+    """Return the bytes of weights, gradients, moments and gathered weights on one rank; `several`: an update has several micro-batches."""
     if choice.strategy == "megatron":
         megatron = choice.megatron
         part = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
@@ -334,7 +347,7 @@ def _state(
 
 
 def _copies(module: PreTrainedModel, element: int, adapters: bool) -> int:
-    """Bytes of what one rank copies to compute with it: weights that it keeps in float32, but those of score layers, which compute so."""
+    """Return the bytes that one rank copies to compute: weights that it keeps in float32, except score layers, which compute in float32."""
     if element == _FLOAT:
         return 0
     scores = {id(p) for part in module.modules() if isinstance(part, ScoreLayer) for p in part.parameters()}
@@ -342,7 +355,7 @@ def _copies(module: PreTrainedModel, element: int, adapters: bool) -> int:
 
 
 def _layout(choice: EngineChoice, world_size: int) -> tuple[int, int, bool]:
-    """Ranks that share every layer, ranks that share one copy of the state, and whether gathered layers stay through a stage."""
+    """Return the ranks that share every layer, the ranks that share one copy of the state, and whether gathered layers stay for a stage."""
     if choice.strategy == "torchtitan":
         part = choice.torchtitan.tensor_parallel_size * choice.torchtitan.pipeline_parallel_size
         return part, world_size, world_size == 1
@@ -356,7 +369,7 @@ def _layout(choice: EngineChoice, world_size: int) -> tuple[int, int, bool]:
 
 
 def cache_bytes(numbers: int, head_size: int, element: int, kept: str) -> int:
-    """Bytes of so many numbers of a key-value cache: `element` each, or fewer (`kept` is `rollout.kv_cache_dtype`).
+    """Return the bytes of so many numbers of a key-value cache: `element` each, or fewer (`kept` is `rollout.kv_cache_dtype`).
 
     (vllm's float8 has no scales for heads; it is counted as if it had, 3 % more for heads of 64.)
     """

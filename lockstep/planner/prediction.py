@@ -60,7 +60,7 @@ class Pool:
 
 @dataclass(slots=True)
 class Prediction:
-    """What was found out. Bytes are those of one GPU, seconds those of a step."""
+    """The predicted memory and time. Bytes are per GPU, seconds per step."""
 
     memory: dict[str, Contents] = field(default_factory=dict)
     """Stage -> what lies on the GPU at its fullest moment."""
@@ -90,10 +90,10 @@ class Prediction:
 
 
 def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *, passes: Collection[str] = ()) -> Prediction:
-    """Memory and time of a step on GPUs of this kind; `passes` (old_log_prob, values) are made even where an update can do without.
+    """Return memory and time of a step on GPUs of this kind; `passes` (old_log_prob, values) count even if an update can do without.
 
-    Without `lengths` every prompt and response is as long as it may be. Raises ResourceError, with the first key to turn, when the
-    models do not fit, and DataError when a model's config cannot be read.
+    Without `lengths` every prompt and response is as long as it may be. Raise ResourceError, with the first key to change, if the models
+    do not fit, and DataError if a model's config cannot be read.
     """
     lengths = lengths or Lengths(config.data.max_prompt_length, config.data.max_response_length)
     found = Prediction(
@@ -111,16 +111,17 @@ def predict(config: PPOConfig, device: Device, lengths: Lengths | None = None, *
 
 
 def _settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers, list[Pool]]:
-    """The configuration with numbers for the keys that are auto, as on GPUs of this kind; these; and the pools as they are planned.
+    """Return the configuration with numbers for the keys that are auto, these numbers, and the pools with their plans.
 
-    Raises ResourceError as `predict`.
+    Raise ResourceError as `predict`.
     """
-    policy, prompts = config.actor_rollout_ref, config.actor_mini_batch_prompts
+    prompts = config.actor_mini_batch_prompts
     largest = max(prompts, config.critic_mini_batch_prompts) if config.use_critic else prompts
     load = _load(config, 1, prompts)
     counted = {size: _pools(config, size) for size in candidates(_load(config, 1, largest))}
     tokens: dict[str, int] = {}
-    numbers, pools = PLAIN, []
+    numbers = PLAIN
+    pools = []
     for place, pool in enumerate(next(iter(counted.values()))):
         own_load = _load(config, pool.ranks.count, largest)
         options = {size: (counted[size][place].models, counted[size][place].rollout) for size in candidates(own_load)}
@@ -130,15 +131,19 @@ def _settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers, list
             raise ResourceError(f"on {pool.ranks.count} x {device.name}, pool {pool.name}: {error}") from None
         tokens |= {model.name: chosen.tokens for model in pool.models}
         pools.append(dataclasses.replace(pool, models=chosen.models, rollout=chosen.rollout, plans=chosen.plans))
-        numbers = chosen.numbers if pool.rollout is not None else numbers
-    policy, found = settle_policy(policy, _ALL, PPO_KEYS, dataclasses.replace(load, auto_tokens=tokens["actor"]), numbers)
+        if pool.rollout is not None:
+            numbers = chosen.numbers
+    actor_load = dataclasses.replace(load, auto_tokens=tokens["actor"])
+    policy, found = settle_policy(config.actor_rollout_ref, _ALL, PPO_KEYS, actor_load, numbers)
     config = dataclasses.replace(config, actor_rollout_ref=policy)
     if config.use_critic:
         critic, own = settle_training(config.critic, dataclasses.replace(load, auto_tokens=tokens["critic"]))
-        config, found = dataclasses.replace(config, critic=critic), found | own
+        config = dataclasses.replace(config, critic=critic)
+        found |= own
     if config.reward_model.enable:
         judge, own = settle_training(config.reward_model, load)
-        config, found = dataclasses.replace(config, reward_model=judge), found | own
+        config = dataclasses.replace(config, reward_model=judge)
+        found |= own
     return config, found, pools
 
 
@@ -146,7 +151,7 @@ def _settle(config: PPOConfig, device: Device) -> tuple[PPOConfig, Numbers, list
 
 
 def _pools(config: PPOConfig, auto_tokens: int) -> list[Pool]:
-    """The pools of main_ppo, with the models that one rank of each holds; `auto_tokens`: of micro-batches whose size is auto."""
+    """Return the pools of main_ppo with the models on one rank of each; `auto_tokens` are those of micro-batches whose size is auto."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     ranks = ranks_of(policy.actor, trainer.n_gpus_per_node, trainer.nnodes)
     load, element = _load(config, ranks.count, config.actor_mini_batch_prompts, auto_tokens), element_of(policy.actor)
@@ -173,26 +178,26 @@ def _pools(config: PPOConfig, auto_tokens: int) -> list[Pool]:
 
 
 def ranks_of(choice: EngineChoice, per_node: int, nodes: int) -> Ranks:
-    """Who computes a model of this engine on so many GPUs."""
+    """Return the ranks that compute a model of this engine on so many GPUs."""
     count, size = per_node * nodes, choice.fsdp_config.fsdp_size
     return Ranks(count, per_node, count if size == -1 or choice.strategy not in ("fsdp", "fsdp2") else min(size, count))
 
 
 def critic_section(config: PPOConfig) -> CriticConfig:
-    """The section `critic` with the model that it starts from."""
+    """Return the section `critic` with the model that it starts from."""
     model = dataclasses.replace(config.critic.model, path=config.critic.model.path or config.actor_rollout_ref.model.path)
     return dataclasses.replace(config.critic, model=model)
 
 
 def device_of(choice: EngineChoice, device: Device) -> Device:
-    """The GPU as a computation in this type sees it: float32 takes no tensor cores, and twice the bytes."""
+    """Return the GPU as a computation in the engine's type sees it: float32 uses no tensor cores and takes twice the bytes."""
     if element_of(choice) == 2:
         return device
     return dataclasses.replace(device, flops=device.flops / FLOAT32_SLOWER, bandwidth=device.bandwidth / 2)
 
 
 def element_of(choice: EngineChoice) -> int:
-    """Bytes of a number in the computation on a GPU."""
+    """Return the bytes of a number in the computation on a GPU."""
     return 4 if choice.engine.dtype == "float32" else 2
 
 
@@ -305,12 +310,12 @@ def _update_s(
 
 
 def trained_share(model: Model) -> int:
-    """Parameters that learn, as far as one rank has their moments."""
+    """Return the parameters that learn, as far as one rank has their moments."""
     return model.moments // 8
 
 
 def save_s(models: Sequence[Model]) -> float:
-    """How long a run waits for a save in the background: until weights and moments are in host memory."""
+    """Return how long a run waits for a save in the background: until weights and moments are in host memory."""
     return sum(_SAVED * trained_share(model) / _COPIED for model in models)
 
 
@@ -335,37 +340,44 @@ def _add_offloading(found: Prediction, of: dict[str, tuple[Model, Ranks]]) -> No
 
 
 def predict_stage(config: SFTConfig | RewardTrainConfig | DPOConfig, device: Device, lengths: Lengths) -> Prediction:
-    """Memory and time of a step. Raises ResourceError when the models do not fit, DataError when a config cannot be read."""
+    """Return memory and time of a step. Raise ResourceError if the models do not fit, DataError if a config cannot be read."""
     per_example = 1 if isinstance(config, SFTConfig) else 2
     head = Head.SCORE if isinstance(config, RewardTrainConfig) else Head.LANGUAGE_MODEL
     with_reference = isinstance(config, DPOConfig) and config.reference_mode == "model"
-    engine, trainer, batch = config.engine, config.trainer, config.data.train_batch_size
-    ranks = ranks_of(engine, trainer.n_gpus_per_node, trainer.nnodes)
+    engine = config.engine
+    batch = config.data.train_batch_size
+    ranks = ranks_of(engine, config.trainer.n_gpus_per_node, config.trainer.nnodes)
     rows = -(-batch * per_example // ranks.count)
     with reusing_models():
-        policy, load = config.policy(), Load(config.data.max_length, rows, rows, unit=per_example)
+        policy = config.policy()
+        load = Load(config.data.max_length, rows, rows, unit=per_example)
         parts = Parts(actor=True, reference=with_reference)
-        options = {
-            size: policy_needs(
-                policy, parts, STAGE_KEYS, load=dataclasses.replace(load, auto_tokens=size),
-                world_size=ranks.count, element=element_of(engine), head=head,
-            ) for size in candidates(load)
-        }  # fmt: skip
+        options = {}
+        for size in candidates(load):
+            own_load = dataclasses.replace(load, auto_tokens=size)
+            options[size] = policy_needs(
+                policy, parts, STAGE_KEYS, load=own_load, world_size=ranks.count, element=element_of(engine), head=head
+            )
         try:
             chosen = choose(options, load, device.memory)
         except ResourceError as error:
             raise ResourceError(f"on {ranks.count} x {device.name}: {error}") from None
         shape = read_shape(config.model, head)
-    models, plans = chosen.models, chosen.plans
-    policy, numbers = settle_policy(policy, parts, STAGE_KEYS, dataclasses.replace(load, auto_tokens=chosen.tokens), chosen.numbers)
+    models = chosen.models
+    plans = chosen.plans
+    own_load = dataclasses.replace(load, auto_tokens=chosen.tokens)
+    policy, numbers = settle_policy(policy, parts, STAGE_KEYS, own_load, chosen.numbers)
     found = Prediction(num_gpus=ranks.count, tokens=batch * per_example * (lengths.prompt + lengths.response), chosen=numbers)
     found.plans = {model.name: plan for model, plan in zip(models, plans, strict=True)}
     found.host = host_bytes(models, plans)
     used = {UPDATE, "ref"} if with_reference else {UPDATE}
     found.memory = {stage: parts for stage, parts in stage_parts(models, None, plans).items() if stage in used}
     width = lengths.prompt + lengths.response
-    budget = int(engine.micro_batch_size_per_gpu * width) if engine.micro_batch_size_per_gpu else policy.actor.max_tokens
-    work, own = RowGroups(batch / ranks.count, per_example, lengths.prompt, lengths.response, budget), device_of(engine, device)
+    budget = policy.actor.max_tokens
+    if engine.micro_batch_size_per_gpu:
+        budget = int(engine.micro_batch_size_per_gpu * width)
+    work = RowGroups(batch / ranks.count, per_example, lengths.prompt, lengths.response, budget)
+    own = device_of(engine, device)
     if with_reference:
         found.seconds["ref"] = pass_s(shape, work, own, ranks)
     trained = trained_share(models[0]) * ranks.count
