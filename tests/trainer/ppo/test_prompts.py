@@ -9,7 +9,7 @@ import torch
 from helpers.batches import make_batch, rows_of
 from helpers.chat_model import save_chat_model
 
-from lockstep.agents.training import agent_of
+from lockstep.agents import agent_of
 from lockstep.config import load_config
 from lockstep.config.algorithm import FilterGroupsConfig
 from lockstep.errors import ConfigError, DataError, RewardError
