@@ -107,7 +107,8 @@ class NativeRollout(ModuleRollout):
 
             kind = routed.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
             shape = cache_shape(self.module, kind.page_size, self.config.kv_cache_dtype)
-            utilization, own = self.cache_share, self.own_weights
+            utilization = self.cache_share
+            own = self.own_weights
             return kind(self.module, shape, utilization, own_weights=own, batch_invariant=invariant)
         return self._cpu_backend(invariant)
 

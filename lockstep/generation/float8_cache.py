@@ -14,7 +14,8 @@ class Float8Cache(KVCache):
     scales: torch.Tensor
 
     def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
-        self.shape, self.num_pages = shape, num_pages
+        self.shape = shape
+        self.num_pages = num_pages
         size = shape.num_layers, 2, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim
         # Zeros: what was never written may be multiplied by 0, and must be finite.
         self.pool = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).transpose(3, 4)

@@ -40,7 +40,8 @@ class OpenScheduler(Scheduler):
     def _give_begun_page(self, turn: Prompt) -> None:
         """Its last page, if it is not full, is the one's who goes on in it, who then needs no copy. Another computes those tokens again."""
         whole = turn.num_kept // self.pool.page_size
-        begun, turn.pages = turn.pages[whole:], turn.pages[:whole]
+        begun = turn.pages[whole:]
+        turn.pages = turn.pages[:whole]
         self._let_go(begun)
         turn.num_kept = whole * self.pool.page_size
 
@@ -85,7 +86,9 @@ class OpenScheduler(Scheduler):
         # Of a sample that was aborted before its first token nobody knows whether its numbers are finite.
         cached = min(cached, len(sample) - 1) if sample.tokens else 0
         if reason != "error":
-            known, ids, whole = sample.prompt.known, sample.prompt.ids + sample.tokens, cached // self.pool.page_size
+            known = sample.prompt.known
+            ids = sample.prompt.ids + sample.tokens
+            whole = cached // self.pool.page_size
             if self.cache is not None and not self.cache.ends_with(known, whole):
                 known = self.cache.insert(ids, pages[:whole], known)
             if sample.keep:

@@ -77,8 +77,11 @@ class OpenStream(NativeStream):
         return prompt
 
     def _sample_of(self, job: Job, prompt: Prompt, key: int) -> Sample:
-        sample, request = super()._sample_of(job, prompt, key), job.request
-        sample.position, sample.streams, sample.keep = job.position, request.streams, request.keep
+        sample = super()._sample_of(job, prompt, key)
+        request = job.request
+        sample.position = job.position
+        sample.streams = request.streams
+        sample.keep = request.keep
         if request.prompt_log_probs or request.top_log_probs:
             start = max(1, len(job.ids) - len(request.prompt_ids)) if request.prompt_log_probs else None
             sample.scores = Scores(request.top_log_probs, start)
@@ -97,12 +100,14 @@ class OpenStream(NativeStream):
 
     def _tokens_of(self, job: Job, sample: Sample, top: TopLogProbs | None) -> list[Completion | Tokens]:
         """What the sample has that was not delivered yet; not the token of an error."""
-        tokens, start = sample.tokens, job.num_sent
+        tokens = sample.tokens
+        start = job.num_sent
         end = len(tokens)
         while end > start and (tokens[end - 1] == PENDING or not math.isfinite(sample.log_probs[end - 1])):
             end -= 1
         if end <= start:
             return []
         job.num_sent = end
-        ids, log_probs = torch.tensor(tokens[start:end], dtype=torch.int64), torch.tensor(sample.log_probs[start:end])
+        ids = torch.tensor(tokens[start:end], dtype=torch.int64)
+        log_probs = torch.tensor(sample.log_probs[start:end])
         return [Tokens(job.index, ids, log_probs, None if top is None else top[start:end])]

@@ -21,7 +21,8 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2 or page_size < 1:
             raise ValueError(f"a pool needs 2 pages or more of 1 token or more, not {num_pages} of {page_size}")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages = num_pages
+        self.page_size = page_size
         self._holders = [0] * num_pages
         self._free = list(range(num_pages - 1, SCRATCH, -1))
 
@@ -109,7 +110,8 @@ class KVCache:
     """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
 
     def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
-        self.shape, self.num_pages = shape, num_pages
+        self.shape = shape
+        self.num_pages = num_pages
         size = (shape.num_layers, 2, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         # On a CPU nobody reads what was not written, and writing zeros takes as long as a dozen passes.
         make = torch.empty if device.type == "cpu" else torch.zeros

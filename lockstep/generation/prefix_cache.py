@@ -35,7 +35,8 @@ class PrefixCache:
     """Over the pages of `pool`."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._pool, self._root = pool, Node(SCRATCH)
+        self._pool = pool
+        self._root = Node(SCRATCH)
         self._nodes: dict[int, Node] = {}
         """Page -> node."""
         self._clock = 0
@@ -129,7 +130,8 @@ class PrefixCache:
 
     def _last(self, ids: Sequence[int], count: int, known: Node | None) -> Node:
         """The node of the longest stored start of `ids` of at most `count` pages; the root if there is none."""
-        size, node = self._pool.page_size, known if known is not None and self._is_stored(known) else self._root
+        size = self._pool.page_size
+        node = known if known is not None and self._is_stored(known) else self._root
         while node.depth > count:
             assert node.parent is not None
             node = node.parent

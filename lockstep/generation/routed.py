@@ -128,7 +128,8 @@ class RoutedRollout(NativeRollout):
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
         if any(r.top_log_probs or r.prompt_log_probs for r in requests):
             return super()._open_for(requests, sampling)
-        scheduler, backend = self._scheduler(self._pages_for(requests, sampling), RoutedScheduler), self.backend
+        scheduler = self._scheduler(self._pages_for(requests, sampling), RoutedScheduler)
+        backend = self.backend
         scheduler.read = backend.experts_of  # type: ignore[attr-defined]  # of a device that check_replay lets pass
         return self._opened(RoutedStream(self, sampling, backend, scheduler, self._forget_stream))
 

@@ -147,8 +147,11 @@ class Scheduler:
     def __init__(
         self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True
     ) -> None:
-        self.pool, self.max_num_seqs, self.max_num_batched_tokens = pool, max_num_seqs, max_num_batched_tokens
-        self.lookahead, self.mixed = lookahead, mixed
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.lookahead = lookahead
+        self.mixed = mixed
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         """In the order of admission."""
@@ -179,7 +182,8 @@ class Scheduler:
 
     def plan(self) -> Pass:
         """The next pass. Its pages are reserved; samples may have been preempted for it. Without rows: all wait for `settle`."""
-        made, budget = Pass(), self.max_num_batched_tokens
+        made = Pass()
+        budget = self.max_num_batched_tokens
         self._not_yet.clear()
         if not self.mixed:
             self._prefill(made, budget)
@@ -203,7 +207,8 @@ class Scheduler:
         """The pass has drawn these tokens for a sample, and cached all but the last."""
         sample.tokens += tokens
         sample.log_probs += log_probs
-        sample.num_cached, sample.is_decoding = len(sample.prompt.ids) + len(sample.tokens) - 1, True
+        sample.num_cached = len(sample.prompt.ids) + len(sample.tokens) - 1
+        sample.is_decoding = True
 
     def confirm(self, sample: Sample) -> None:
         """The first token of a sample is known, and its log-prob is finite: so is all that was computed of its prompt."""
@@ -245,7 +250,8 @@ class Scheduler:
 
         It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
         """
-        prompt, pool = sample.prompt, self.pool
+        prompt = sample.prompt
+        pool = self.pool
         if prompt in self._not_yet or not self._can_start(sample):
             return 0
         while True:
@@ -289,7 +295,8 @@ class Scheduler:
             if other.prompt is not prompt or other.tokens or not self._can_start(other):
                 break
             self.waiting.popleft()
-            other.pages, other.num_cached = self.pool.share(pages), len(prompt.ids)
+            other.pages = self.pool.share(pages)
+            other.num_cached = len(prompt.ids)
             self._start(other)
             followers.append(other)
         if prompt.num_waiting and not self.in_one_shape:
@@ -307,13 +314,16 @@ class Scheduler:
 
     def _has_pages(self, sample: Sample) -> bool:
         """Whether a decoding pass needs no more pages for the sample than it has: most do not, and this is quicker than `_extend`."""
-        pages, start, size = sample.pages, sample.num_cached, self.pool.page_size
+        pages = sample.pages
+        start = sample.num_cached
+        size = self.pool.page_size
         first = start // size
         return start + self.lookahead <= len(pages) * size and first < len(pages) and self.pool.writable(pages[first])
 
     def _extend(self, sample: Sample, made: Pass, count: int | None = None) -> bool:
         """Reserve pages for `count` more tokens (None: for a decoding pass), all of them its own; False if it was preempted instead."""
-        pool, start = self.pool, sample.num_cached
+        pool = self.pool
+        start = sample.num_cached
         if count is None:
             count = min(self.lookahead, sample.most_cached - start)
         first = start // pool.page_size
@@ -339,7 +349,8 @@ class Scheduler:
 
     def _preempt(self, sample: Sample) -> None:
         """Back to the front of the queue, without pages. What it shares of its prompt's is kept for it: that frees nothing."""
-        prompt, pool = sample.prompt, self.pool
+        prompt = sample.prompt
+        pool = self.pool
         whole = sample.pages[: min(len(prompt.ids), sample.num_cached) // pool.page_size]
         if whole and not prompt.pages and all(pool.num_holders(page) > 1 + self._num_idle(page) for page in whole):
             self._keep(prompt, whole, len(whole) * pool.page_size)
@@ -357,7 +368,9 @@ class Scheduler:
         self.running.remove(sample)
         self._promised -= self._most_pages(sample)
         self.pool.release(sample.pages)
-        sample.pages, sample.num_cached, sample.is_decoding = [], 0, False
+        sample.pages = []
+        sample.num_cached = 0
+        sample.is_decoding = False
 
     def _leave_queue(self, sample: Sample) -> None:
         sample.prompt.num_waiting -= 1
@@ -365,14 +378,16 @@ class Scheduler:
             self._drop(sample.prompt)
 
     def _keep(self, prompt: Prompt, pages: list[int], num_tokens: int) -> None:
-        prompt.pages, prompt.num_kept = self.pool.share(pages), num_tokens
+        prompt.pages = self.pool.share(pages)
+        prompt.num_kept = num_tokens
         for page in pages:
             self._num_keeping[page] += 1
         self._kept[prompt] = None
 
     def _drop(self, prompt: Prompt) -> None:
         self._let_go(prompt.pages)
-        prompt.pages, prompt.num_kept = [], 0
+        prompt.pages = []
+        prompt.num_kept = 0
         self._kept.pop(prompt, None)
 
     def _let_go(self, pages: list[int]) -> None:

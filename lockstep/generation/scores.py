@@ -59,9 +59,12 @@ class ScoredRow:
 
 def scored_rows(rows: Sequence[PassRow]) -> list[ScoredRow]:
     """What a pass, whose rows lie end to end, scores of prompts."""
-    found, base = [], 0
+    found = []
+    base = 0
     for row in rows:
-        sample, scores, start = row.sample, row.sample.scores, row.sample.num_cached
+        sample = row.sample
+        scores = row.sample.scores
+        start = row.sample.num_cached
         if scores is not None and scores.start is not None:
             first = max(scores.start + scores.num_scored - 1, start)
             targets = sample.prompt.ids[first + 1 : start + row.count + 1]
@@ -79,7 +82,8 @@ def places_of(scored: Sequence[ScoredRow]) -> list[int]:
 def take_scores(scored: Sequence[ScoredRow], logits: Tensor, temperatures: Sequence[float]) -> None:
     """The samples get their log-probs from `logits` [places of all rows, vocabulary], each at its temperature."""
     for row, part, temperature in zip(scored, logits.split([len(row.targets) for row in scored]), temperatures, strict=True):
-        scores, targets = row.sample.scores, torch.tensor(row.targets, device=logits.device)
+        scores = row.sample.scores
+        targets = torch.tensor(row.targets, device=logits.device)
         assert scores is not None
         for some, ids in zip(part.split(_ROWS), targets.split(_ROWS), strict=True):
             log_probs = (some.float() / (temperature or 1.0)).log_softmax(-1)

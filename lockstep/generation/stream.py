@@ -36,7 +36,9 @@ class NativeStream(Stream):
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(engine, sampling)
-        self._backend, self._scheduler, self._on_close = backend, scheduler, on_close
+        self._backend = backend
+        self._scheduler = scheduler
+        self._on_close = on_close
         self._ready = ExitStack()
         self._passes: Iterator[list[Event]] | None = None
         self._to_abort: Set[int] = frozenset()
@@ -62,7 +64,9 @@ class NativeStream(Stream):
         self._on_close()
 
     def _fault(self, job: Job) -> str | None:
-        length, longest, pool = len(job.ids), job.limits.max_tokens, self._scheduler.pool
+        length = len(job.ids)
+        longest = job.limits.max_tokens
+        pool = self._scheduler.pool
         if self._scheduler.can_hold(length, longest):
             return None
         return (
@@ -95,7 +99,8 @@ class NativeStream(Stream):
         return []
 
     def _take_aborts(self) -> Set[int]:
-        aborts, self._to_abort = self._to_abort, frozenset()
+        aborts = self._to_abort
+        self._to_abort = frozenset()
         return aborts
 
     def _samples(self, jobs: Sequence[Job]) -> list[Sample]:
@@ -125,5 +130,6 @@ class NativeStream(Stream):
             return []
         if reason == "error":
             return [not_finite(job.index, job.request, len(sample.tokens) - 1, job.version)]
-        ids, log_probs = torch.tensor(sample.tokens, dtype=torch.int64), torch.tensor(sample.log_probs, dtype=torch.float32)
+        ids = torch.tensor(sample.tokens, dtype=torch.int64)
+        log_probs = torch.tensor(sample.log_probs, dtype=torch.float32)
         return [Completion(job.index, ids, log_probs, reason, job.version)]

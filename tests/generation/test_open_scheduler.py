@@ -105,7 +105,8 @@ def test_a_turn_has_no_more_tokens_than_were_computed_when_its_end_is_known_late
     first = add(made, 0, keep=True)
     made.append(first, [PENDING] * 3, [0.0] * 3)
     made.finish(first)
-    first.tokens, first.log_probs = [7], [-1.0]
+    first.tokens = [7]
+    first.log_probs = [-1.0]
     made.settle(first, "stop")
     prompt = Prompt([*START, 50, 7, 8])
     made.resume(prompt, 0)

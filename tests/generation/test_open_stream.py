@@ -50,7 +50,9 @@ class Script:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.page_size, self.seats, self.budget = rng.choice([1, 3, 8]), rng.choice([1, 2, 5, 12]), rng.choice([4, 10, 1000])
+        self.page_size = rng.choice([1, 3, 8])
+        self.seats = rng.choice([1, 2, 5, 12])
+        self.budget = rng.choice([4, 10, 1000])
         self.default = self._params(plain=rng.random() < 0.7)
         pages = -(-CONTEXT // self.page_size) + rng.choice([0, 2, 12, 100])
         self.model = FakeModel(1 + pages, self.page_size, rng.choice([None, None, rng.randrange(VOCABULARY)]))
@@ -72,7 +74,8 @@ class Script:
         )
 
     def run(self, backend: Backend, scheduler: CheckedOpen) -> None:
-        rng, engine = self.rng, fake_engine(letters, CONTEXT)
+        rng = self.rng
+        engine = fake_engine(letters, CONTEXT)
         self.stream = OpenStream(engine, self.default, backend, scheduler)
         for _ in range(rng.randint(5, 60)):
             chance = rng.random()
@@ -110,7 +113,9 @@ class Script:
         rng = self.rng
         new = rng.choice(self.starts)[: rng.randint(1, 30)] + [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 9]))]
         kept = [index for index in self.asked if self._is_kept(index)]
-        continues, ids, position = None, new, 0
+        continues = None
+        ids = new
+        position = 0
         if kept and rng.random() < 0.5:
             continues = rng.choice(kept)
             before = self.asked[continues]
@@ -141,7 +146,8 @@ class Script:
 
     def check(self, index: int, asked: Asked) -> None:
         """It has what it gets alone, or the start of that if it was aborted."""
-        request, found = asked.request, asked.completion
+        request = asked.request
+        found = asked.completion
         assert found is not None
         if len(asked.ids) >= CONTEXT or (request.continues in self.released and "continues" in str(found.error)):
             assert found.finish_reason == "error"

@@ -16,7 +16,8 @@ from lockstep.generation.prefix_cache import Node, PrefixCache
 def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest_ago(seed: int, size: int) -> None:
     rng = random.Random(seed)
     pool = PagePool(200, size)
-    cache, stored = PrefixCache(pool), dict[tuple[int, ...], int]()
+    cache = PrefixCache(pool)
+    stored = dict[tuple[int, ...], int]()
     used = dict[tuple[int, ...], int]()
     held: list[int] = []
     known: list[tuple[list[int], Node | None]] = []
@@ -70,14 +71,16 @@ def test_the_longest_stored_start_is_found_and_what_is_given_up_was_used_longest
 def test_what_is_known_is_not_looked_up_again() -> None:
     """A conversation goes on: only its new pages are asked for."""
     pool = PagePool(200, 4)
-    cache, asked = PrefixCache(pool), list[int]()
+    cache = PrefixCache(pool)
+    asked = list[int]()
 
     class Tokens(list[int]):
         def __getitem__(self, key):  # type: ignore[no-untyped-def]
             asked.append(key.start)
             return super().__getitem__(key)
 
-    ids, pages = list(range(400)), pool.take(110)
+    ids = list(range(400))
+    pages = pool.take(110)
     known = cache.insert(Tokens(ids), pages)
     assert asked
     asked.clear()

@@ -50,7 +50,8 @@ def test_every_token_has_the_experts_that_transformers_would_choose(
     if pages is not None:
         monkeypatch.setattr(PassBackend, "most_pages", lambda self: pages)
     path = save_tiny_model(tmp_path, family, **MIXTURES[family])
-    requests, params = groups(), sampling(stop_token_ids=(1, 9))
+    requests = groups()
+    params = sampling(stop_token_ids=(1, 9))
     completions = routed(path, **config).generate(requests, params)
     assert ids_of(completions) == ids_of(make_rollout(path, **config).generate(requests, params))
     model = tiny_model(family, **MIXTURES[family])
@@ -78,7 +79,8 @@ def log_prob_gap(path: str, requests: list[Request], completions: list[Completio
 def test_a_bfloat16_samplers_log_probs_are_closer_to_a_float32_trainers_with_its_experts(tmp_path: Path) -> None:
     """With 16 experts of which 4 are chosen rounding sends some tokens to others; what is left with replay is rounding itself."""
     path = save_tiny_model(tmp_path, "olmoe", num_experts=16, num_experts_per_tok=4)
-    requests, params = groups(), sampling(stop_token_ids=(), max_tokens=30)
+    requests = groups()
+    params = sampling(stop_token_ids=(), max_tokens=30)
     completions = routed(path, torch.bfloat16).generate(requests, params)
     without, with_experts = (log_prob_gap(path, requests, completions, replays) for replays in (False, True))
     assert with_experts.max() < 0.5 * without.max()

@@ -29,7 +29,8 @@ class Loop:
     def __init__(
         self, requests: list[Request], num_pages: int, seats: int, budget: int, page_size: int = 4, **options: bool
     ) -> None:
-        self.requests, self.model = requests, FakeModel(num_pages, page_size, options.pop("bad_token", None))
+        self.requests = requests
+        self.model = FakeModel(num_pages, page_size, options.pop("bad_token", None))
         self.backend = FakeBackend(self.model, **options)
         self.scheduler = Scheduler(PagePool(num_pages, page_size), seats, budget, 1, self.backend.mixed)
 
@@ -67,7 +68,8 @@ def sample_of(index: int, prompt: Prompt, max_tokens: int = 50) -> Sample:
 def test_a_prompt_of_which_the_budget_leaves_one_token_is_still_prefill() -> None:
     """Its last token is drawn from in a pass without decoding rows, and its samples share it."""
     scheduler = Scheduler(PagePool(200, 16), max_num_seqs=8, max_num_batched_tokens=32, lookahead=8, mixed=False)
-    first, second = Prompt(list(range(12))), Prompt(list(range(21)))
+    first = Prompt(list(range(12)))
+    second = Prompt(list(range(21)))
     scheduler.add([sample_of(0, first), sample_of(1, second), sample_of(2, second)])
     passes = []
     for _ in range(3):
@@ -85,7 +87,8 @@ def test_a_prompt_of_which_the_budget_leaves_one_token_is_still_prefill() -> Non
 def test_samples_that_arrive_apart_do_not_go_on_from_a_prompt_before_it_is_computed() -> None:
     """The second sample of the first prompt waits for the next pass: its page is copied before the pass that fills it."""
     scheduler = Scheduler(PagePool(200, 4), max_num_seqs=8, max_num_batched_tokens=64)
-    first, second = Prompt(list(range(7))), Prompt(list(range(20, 25)))
+    first = Prompt(list(range(7)))
+    second = Prompt(list(range(20, 25)))
     scheduler.add([sample_of(0, first), sample_of(1, second), sample_of(2, first)])
     assert [(row.sample.index, row.sample.num_cached, row.count) for row in scheduler.plan().rows] == [(0, 0, 7), (1, 0, 5)]
     assert first.num_kept == 7
@@ -205,7 +208,8 @@ def test_a_row_whose_logits_are_not_finite_ends_alone() -> None:
 def test_the_budget_bounds_the_tokens_of_a_pass(mixed: bool) -> None:
     requests = [Request(torch.arange(2, 30), (0, i, 0), max_tokens=3) for i in range(5)]
     loop = Loop(requests, num_pages=100, seats=8, budget=10, mixed=mixed)
-    sizes, logits = [], loop.model.logits
+    sizes = []
+    logits = loop.model.logits
 
     def watched(tokens, *others):  # type: ignore[no-untyped-def]
         sizes.append(len(tokens))

@@ -34,11 +34,9 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.page_size, self.seats, self.budget = (
-            rng.choice([1, 2, 3, 8]),
-            rng.choice([1, 2, 5, 12, 40]),
-            rng.choice([1, 4, 10, 30, 1000]),
-        )
+        self.page_size = rng.choice([1, 2, 3, 8])
+        self.seats = rng.choice([1, 2, 5, 12, 40])
+        self.budget = rng.choice([1, 4, 10, 30, 1000])
         self.params = sampling(
             temperature=rng.choice([0.0, 1.0, 1.0]),
             top_k=rng.choice([-1, -1, 5]),
@@ -54,7 +52,8 @@ class Case:
         self.model = FakeModel(1 + most + rng.choice([0, 1, 3, 12, 100]), self.page_size, bad)
 
     def _requests(self) -> list[Request]:
-        rng, requests = self.rng, []
+        rng = self.rng
+        requests = []
         n = rng.choice([1, 3, 6])
         for prompt in range(rng.randint(1, 6)):
             ids = torch.tensor([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 14))])
@@ -94,7 +93,8 @@ class Case:
         assert sorted(completion.index for completion in completions) == list(range(len(self.requests)))
         keys = request_keys(self.params.seed, [request.key for request in self.requests]).tolist()
         for completion in completions:
-            request, limits = self.requests[completion.index], self.limits[completion.index]
+            request = self.requests[completion.index]
+            limits = self.limits[completion.index]
             stop = limits.token_ids | {ord(string) - 65 for string in limits.strings}
             ids, reason = self.model.alone(
                 request.prompt_ids.tolist(), keys[completion.index], limits.max_tokens, stop, self.params

@@ -26,7 +26,8 @@ def draw_each(backend: PassBackend, logits: Tensor, draws: Sequence[Sample], sam
     params = [drawn.params or sampling for drawn in draws]
     for row, own in enumerate(params):
         groups.setdefault(tuple(getattr(own, name) for name in OPTIONS), []).append(row)
-    tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    log_probs = torch.empty(len(logits))
     for rows in groups.values():
         drawn = backend.draw_alike(logits[rows], [draws[row] for row in rows], params[rows[0]])
         tokens[rows], log_probs[rows] = (x.cpu() for x in drawn)
@@ -37,7 +38,8 @@ def scored_step(backend: PassBackend, batch: StepBatch, sampling: SamplingParams
     """`PassBackend.step` of a pass with samples that want more log-probs: they get them."""
     wanted = torch.cat([batch.sample_from, torch.tensor(places_of(batch.scored), dtype=torch.int64)])
     logits = backend.logits_of(batch, wanted)
-    own, prompts = logits[: len(batch.draws)], logits[len(batch.draws) :]
+    own = logits[: len(batch.draws)]
+    prompts = logits[len(batch.draws) :]
     if batch.scored:
         take_scores(batch.scored, prompts, [(row.sample.params or sampling).temperature for row in batch.scored])
     if not batch.draws:

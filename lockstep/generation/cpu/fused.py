@@ -85,14 +85,18 @@ class FusedBackend(PassBackend):
         try:
             yield
         finally:
-            self._layers, self._whole = [], None
+            self._layers = []
+            self._whole = None
             del self._last, self._angles
 
     def forward(self, batch: StepBatch, logits_at: Tensor) -> Tensor:
         assert self._cache is not None, "the backend is closed"
         assert self._layers, "the weights are packed inside `ready` only"
-        lib, dim, kv_heads = self._library, self.shape.head_dim, self.shape.num_kv_heads
-        contexts, model = batch.context_lens.tolist(), cast(Any, self.module.model)
+        lib = self._library
+        dim = self.shape.head_dim
+        kv_heads = self.shape.num_kv_heads
+        contexts = batch.context_lens.tolist()
+        model = cast(Any, self.module.model)
         angles = self._angles_up_to(max(map(add, contexts, batch.query_lens)) - 1)
         blocks = attention_blocks(batch.query_lens, contexts, self._heads // kv_heads)
         hidden = F.embedding(batch.input_ids, model.embed_tokens.weight).float()

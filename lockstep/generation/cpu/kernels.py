@@ -69,7 +69,9 @@ def attention_blocks(query_lens: Sequence[int], context_lens: Sequence[int], gro
 
     `groups` query heads share a key head.
     """
-    size, start, blocks = max(1, _BLOCK_ROWS // groups), 0, array("i")
+    size = max(1, _BLOCK_ROWS // groups)
+    start = 0
+    blocks = array("i")
     for row, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         for i in range(0, count, size):
             blocks.extend((start + i, min(size, count - i), context + i, row))
@@ -94,6 +96,7 @@ def uniforms(library: Library, keys: Tensor, positions: Tensor) -> Tensor:
 def draw(library: Library, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`sampling.sample` without filters: token [rows] int64 and log-prob [rows] from `logits` [rows, vocabulary]."""
     check_type(torch.float32, logits, uniform)
-    tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    log_probs = torch.empty(len(logits))
     library.call("draw", logits, uniform, tokens, log_probs, *logits.shape, int(temperature == 0), float(temperature or 1.0))
     return tokens, log_probs

@@ -32,13 +32,15 @@ class PackedMemory:
 
     def reuse(self) -> None:
         """Nobody needs the tensors any more that were taken until now."""
-        self._number, self._used = 0, 0
+        self._number = 0
+        self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape; what is in it is left to chance."""
         count = torch.Size(shape).numel() * dtype.itemsize
         while self._number < len(self._blocks) and len(self._blocks[self._number]) - self._used < count:
-            self._number, self._used = self._number + 1, 0
+            self._number = self._number + 1
+            self._used = 0
         if self._number == len(self._blocks):
             self._blocks.append(torch.empty(max(_BLOCK, count), dtype=torch.uint8))
             self._library.call("large_pages", self._blocks[-1], len(self._blocks[-1]))
@@ -68,7 +70,8 @@ class PackedLinear:
     ) -> None:
         whole = any(isinstance(layer, AdaptedLinear) for layer in layers)
         weights = [_weight(layer, whole) for layer in layers]
-        dtype, depth = weights[0].dtype, weights[0].shape[1]
+        dtype = weights[0].dtype
+        depth = weights[0].shape[1]
         assert all(weight.dtype == dtype and weight.shape[1] == depth for weight in weights)
         assert dtype in (torch.float32, torch.bfloat16)
         self.gated = gated

@@ -58,12 +58,14 @@ class PagedAttention:
 
     def begin(self, batch: StepBatch) -> None:
         """The next calls of `attend` are the layers of this pass."""
-        self._batch, self._slots = batch, batch.slots.to(self._cache.pool.device)
+        self._batch = batch
+        self._slots = batch.slots.to(self._cache.pool.device)
         self._blocks: Tensor | None = None  # made by the first layer, which knows how many heads share a key
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-        pages, batch = Pages(*self._cache.layer(layer)), self._batch
+        pages = Pages(*self._cache.layer(layer))
+        batch = self._batch
         if self._library is None:
             for target, new in ((pages.keys, k), (pages.values, v)):
                 target.flatten(0, 1).index_copy_(0, self._slots, new)
@@ -76,7 +78,8 @@ class PagedAttention:
 
     def _one_row_at_a_time(self, query: Tensor, pages: Pages, variant: Variant) -> Tensor:
         """[N, H, D] from the queries [N, H, D] of the pass and the stored keys and values of their rows."""
-        batch, outputs = self._batch, []
+        batch = self._batch
+        outputs = []
         ends = (batch.context_lens + torch.tensor(batch.query_lens)).tolist()
         table = batch.page_table.to(query.device)
         for row, (q, end) in enumerate(zip(query.split(batch.query_lens), ends, strict=True)):

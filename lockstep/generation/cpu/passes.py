@@ -41,8 +41,10 @@ def batch_of(planned: Pass, page_size: int) -> StepBatch:
     table = array("i")
     most = max(len(row.sample.pages) for row in planned.rows)
     for row in planned.rows:
-        pages, start = row.sample.pages, row.sample.num_cached
-        places, draws = range(start, start + row.count), row.draws
+        pages = row.sample.pages
+        start = row.sample.num_cached
+        places = range(start, start + row.count)
+        draws = row.draws
         input_ids += row.sample.slice(start, start + row.count)
         positions += places
         slots += [pages[place // page_size] * page_size + place % page_size for place in places]
@@ -67,9 +69,12 @@ class PassBackend(Backend):
     """See Backend. Each pass draws one token for a row that is complete. With `invariant` tokens are drawn a row at a time."""
 
     def __init__(self, module: PreTrainedModel, shape: CacheShape, gpu_memory_utilization: float, invariant: bool = False) -> None:
-        self.module, self.shape, self.page_size = module, shape, shape.page_size
+        self.module = module
+        self.shape = shape
+        self.page_size = shape.page_size
         self.most_tokens = _MOST_TOKENS if module.device.type == "cpu" else None
-        self._gpu_memory_utilization, self._invariant = gpu_memory_utilization, invariant
+        self._gpu_memory_utilization = gpu_memory_utilization
+        self._invariant = invariant
         self._cache: KVCache | None = None
 
     @abstractmethod
@@ -98,10 +103,12 @@ class PassBackend(Backend):
 
     def open(self, num_pages: int) -> None:
         self.close()
-        self._cache, self.num_pages = KVCache(self.shape, num_pages, self.module.device), num_pages
+        self._cache = KVCache(self.shape, num_pages, self.module.device)
+        self.num_pages = num_pages
 
     def close(self) -> None:
-        self._cache, self.num_pages = None, 0
+        self._cache = None
+        self.num_pages = 0
 
     def copy_pages(self, copies: dict[int, int]) -> None:
         """Copy pages, all at once: target -> source."""

@@ -15,7 +15,8 @@ from lockstep.models.attention import Variant, sliding_window
 
 def linears_of(layer: Any) -> list[Any]:
     """The linear layers of a decoder layer: q, k, v, o, gate, up, down."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     return [
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
         *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
@@ -33,12 +34,15 @@ class Layer:
     def __init__(self, pack: Callable[..., PackedLinear], module: PreTrainedModel, layer: Any) -> None:
         attention = layer.self_attn
         q, k, v, o, gate, up, down = linears_of(layer)
-        self.input_norm, self.mlp_norm = float_weight(layer.input_layernorm), float_weight(layer.post_attention_layernorm)
-        self.qkv, self.out = pack([q, k, v]), pack([o])
+        self.input_norm = float_weight(layer.input_layernorm)
+        self.mlp_norm = float_weight(layer.post_attention_layernorm)
+        self.qkv = pack([q, k, v])
+        self.out = pack([o])
         self.norms = float_weight(getattr(attention, "q_norm", None)), float_weight(getattr(attention, "k_norm", None))
         """Of queries and keys (Qwen3)."""
         self.variant = Variant(attention.scaling, sliding_window(module, attention))
-        self.gate_up, self.down = pack([gate, up], gated=True), pack([down])
+        self.gate_up = pack([gate, up], gated=True)
+        self.down = pack([down])
 
 
 Last = tuple[Tensor, PackedLinear]
@@ -54,9 +58,15 @@ class WholePass:
     def __init__(
         self, library: Library, layers: Sequence[Layer], last: Last, pages: Sequence[Pages], sizes: tuple[int, int, int], eps: float
     ) -> None:
-        self._library, self._sizes, self._eps, self._half = library, sizes, eps, pages[0].half
-        self._norm, self._head, self._columns = last[0], torch.tensor(last[1].row(STORE)), last[1].columns
-        rows, inner = [], 0
+        self._library = library
+        self._sizes = sizes
+        self._eps = eps
+        self._half = pages[0].half
+        self._norm = last[0]
+        self._head = torch.tensor(last[1].row(STORE))
+        self._columns = last[1].columns
+        rows = []
+        inner = 0
         for layer, own in zip(layers, pages, strict=True):
             products = [*layer.qkv.row(STORE), *layer.out.row(ADD), *layer.gate_up.row(GATED), *layer.down.row(ADD)]
             norms = [0 if norm is None else norm.data_ptr() for norm in (layer.input_norm, layer.mlp_norm, *layer.norms)]
@@ -64,8 +74,10 @@ class WholePass:
             rows.append([*norms, *products, *memory, layer.variant.sliding_window or 0])
             inner = layer.gate_up.columns
         # Of the last pass: asking the system for fresh memory in each takes a twentieth of it.
-        self._scratch, self._logits = torch.empty(0), torch.empty(0, 0)
-        self._table, self._inner = torch.tensor(rows, dtype=torch.int64), inner
+        self._scratch = torch.empty(0)
+        self._logits = torch.empty(0, 0)
+        self._table = torch.tensor(rows, dtype=torch.int64)
+        self._inner = inner
         (scaling,), dim = {layer.variant.scaling for layer in layers}, sizes[2]
         self._scaling = float(dim**-0.5 if scaling is None else scaling)
 

@@ -30,7 +30,8 @@ _PROGRAMS = 512
 """About four programs for each multiprocessor of an H100 or H200: fewer leave memory bandwidth unused (measured, docs/generation.md)."""
 _LONG_PROGRAMS = 2048
 """The same where contexts are long: they differ in length, and the kernel takes as long as its longest program."""
-_MOST_SPLITS, _MOST_LONG_SPLITS = 16, 8
+_MOST_SPLITS = 16
+_MOST_LONG_SPLITS = 8
 _GROUP_ROWS = 64
 
 
@@ -82,7 +83,8 @@ def paged_attention(
     where there is neither window nor sinks nor more than one split. `splits` overrides `num_splits` (tests).
     """
     rows, heads, dim = query.shape
-    page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
+    page_size = k_pages.shape[1]
+    kv_heads = k_pages.shape[2]
     assert heads % kv_heads == 0, f"{heads} query heads do not group over {kv_heads} key-value heads"
     assert query.stride(2) == 1, "a head's numbers must lie together"
     group = heads // kv_heads
@@ -157,7 +159,8 @@ def _decode_slots(TABLE, CONTEXT, OUT, rows, stride_table, PAGE: tl.constexpr, B
 
 def copy_pages(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy pages `sources` [n] to `targets` [n] in every layer of `pool` [layers, 2, pages, page_size, kv_heads, D]."""
-    parts, size = pool.shape[0] * pool.shape[1], pool[0, 0, 0].numel()
+    parts = pool.shape[0] * pool.shape[1]
+    size = pool[0, 0, 0].numel()
     block = 4096
     _copy_pages[(len(sources), parts, triton.cdiv(size, block))](
         pool, sources, targets, pool.stride(1), SIZE=size, BLOCK=block, num_warps=4

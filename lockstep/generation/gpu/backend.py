@@ -46,7 +46,9 @@ class GPUBackend(Backend):
     `fused=False` keeps the common families on the way that all others go (tests compare the two).
     """
 
-    page_size, lookahead, mixed = PAGE_SIZE, INTERVAL, False
+    page_size = PAGE_SIZE
+    lookahead = INTERVAL
+    mixed = False
 
     def __init__(
         self,
@@ -59,7 +61,10 @@ class GPUBackend(Backend):
         fused: bool = True,
     ) -> None:
         assert shape.page_size == self.page_size
-        self._module, self._shape, self._own_weights, self.in_one_shape = module, shape, own_weights, batch_invariant
+        self._module = module
+        self._shape = shape
+        self._own_weights = own_weights
+        self.in_one_shape = batch_invariant
         self._gpu_memory_utilization = gpu_memory_utilization
         # Grouped products on a GPU are of bfloat16.
         self._fused = fused and is_fusable(module.config, mixtures=shape.dtype == torch.bfloat16)
@@ -82,11 +87,13 @@ class GPUBackend(Backend):
 
     def open(self, num_pages: int) -> None:
         self.close()
-        self._cache, self.num_pages = CACHES[self._shape.kept](self._shape, num_pages, self._device), num_pages
+        self._cache = CACHES[self._shape.kept](self._shape, num_pages, self._device)
+        self.num_pages = num_pages
 
     def close(self) -> None:
         self._leave()
-        self._cache, self.num_pages = None, 0
+        self._cache = None
+        self.num_pages = 0
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -124,7 +131,8 @@ class GPUBackend(Backend):
 
     def _seat(self, cache: KVCache, max_num_seqs: int, width: int, seen: bool) -> _Seated:
         """Rows of at least `width` pages, and what hangs on them; kept from the last call where they are wide enough."""
-        seated, capacity = self._seated, bucket(max_num_seqs)
+        seated = self._seated
+        capacity = bucket(max_num_seqs)
         if seated is None or seated.rows.capacity < capacity or seated.rows.page_table.shape[1] < width:
             self._leave()
             width = -(-width // _WIDTH_STEP) * _WIDTH_STEP

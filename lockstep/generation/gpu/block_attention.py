@@ -44,8 +44,11 @@ def block_attention(
     which belong to one sequence and follow each other. `window` keeps the last so many tokens. `splits` overrides `num_splits` (tests).
     """
     rows, heads, dim = query.shape
-    blocks, page_size, kv_heads = len(page_table), k_pages.shape[1], k_pages.shape[2]
-    tokens, group = rows // blocks, heads // kv_heads
+    blocks = len(page_table)
+    page_size = k_pages.shape[1]
+    kv_heads = k_pages.shape[2]
+    tokens = rows // blocks
+    group = heads // kv_heads
     splits = num_splits(blocks, kv_heads) if splits is None else splits
     out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
     padded = max(16, triton.next_power_of_2(dim))

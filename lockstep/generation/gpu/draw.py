@@ -34,7 +34,8 @@ def draw(logits: Tensor, rows: RowState, first: int, kind: Filter | None = None)
     """
     count, vocabulary = logits.shape
     assert logits.stride(1) == 1
-    chunk, chunks = chunk_size(vocabulary), num_chunks(vocabulary)
+    chunk = chunk_size(vocabulary)
+    chunks = num_chunks(vocabulary)
     if kind is None:
         chunk_sums[(count, chunks)](
             logits, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, logits.stride(0), chunks, first,

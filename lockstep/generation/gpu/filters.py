@@ -34,7 +34,8 @@ _ROUNDS = 24
 """Walks of kind 1 and 2 at most; seldom more than 3. By the bits 11 of kind 1 end the search."""
 
 
-_LINES, _WARPS = 4, 8
+_LINES = 4
+_WARPS = 8
 _SAMPLE = 8
 """Where a vocabulary is long enough, every such chunk of it is looked at first."""
 
@@ -82,7 +83,9 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
     """What of `logits` [count, vocabulary] may be drawn by the rows `first`... Writes RowState.chunk_max and chunk_sum of all of it."""
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, chunk)
-    source, chunk_max, chunk_sum = logits, rows.chunk_max, rows.chunk_sum
+    source = logits
+    chunk_max = rows.chunk_max
+    chunk_sum = rows.chunk_sum
     if kind.penalises:
         assert rows.seen is not None, "penalties need the tokens so far"
         assert rows.counts is not None
@@ -102,7 +105,8 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
     if not kind.truncates:
         return Kept(source, cut, chunk_max, chunk_sum)
     block = max(1, chunk // _LINES)  # a sample is of whole chunks, whose sums are known
-    kept_sum, collected = torch.empty_like(chunk_sum), torch.empty(count, _COLLECTED, device=logits.device)
+    kept_sum = torch.empty_like(chunk_sum)
+    collected = torch.empty(count, _COLLECTED, device=logits.device)
     parameters = (rows.ints[INTS.index("top_k")], rows.floats[FLOATS.index("top_p")], rows.floats[FLOATS.index("min_p")])
     _cut[(count,)](
         source, chunk_max, chunk_sum, rows.inverse_temperature, *parameters, collected, cut, vocabulary, source.stride(0), chunks, first,

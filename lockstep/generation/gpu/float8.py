@@ -17,7 +17,8 @@ from torch import Tensor
 
 def pages_at(k_pages: Tensor, v_pages: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [N, kv_heads, D] of `slots` [N] int64."""
-    page, place = slots // k_pages.shape[1], slots % k_pages.shape[1]
+    page = slots // k_pages.shape[1]
+    place = slots % k_pages.shape[1]
     key_scale, value_scale = scales[page, :, place].unbind(-1)
     pairs = ((k_pages, key_scale), (v_pages, value_scale))
     # A view: indexing of float8 is not everywhere.

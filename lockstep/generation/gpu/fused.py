@@ -61,14 +61,16 @@ def fuse_projections(module: PreTrainedModel) -> None:
 
 def _groups(layer: Any) -> list[list[Any]]:
     """The layers of one input."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     of_mlp = [] if is_mixture(mlp) else [[mlp.gate_proj, mlp.up_proj]]
     return [[attention.q_proj, attention.k_proj, attention.v_proj], *of_mlp]
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
     """The parameters as one tensor along the first dimension, if they lie end to end in one storage."""
-    first, place = parameters[0], parameters[0].data_ptr()
+    first = parameters[0]
+    place = parameters[0].data_ptr()
     for parameter in parameters:
         if parameter.data_ptr() != place or not parameter.is_contiguous():
             return None
@@ -83,11 +85,14 @@ class FusedDecoder:
     """Logits of packed tokens, with keys and values written to the pages. See `hf_layers.HFDecoder` for the same with any family."""
 
     def __init__(self, module: PreTrainedModel, cache: KVCache, max_positions: int) -> None:
-        self._module, self._model, self._cache = module, module.model, cache
+        self._module = module
+        self._model = module.model
+        self._cache = cache
         config = module.config
         self._eps: float = config.rms_norm_eps
         self.num_heads: int = config.num_attention_heads
-        self._kv_heads, self._dim = cache.shape.num_kv_heads, cache.shape.head_dim
+        self._kv_heads = cache.shape.num_kv_heads
+        self._dim = cache.shape.head_dim
         self._routers = {router: number for number, router in enumerate(routers(module))}
         self.block = block_size(self.num_heads, self._kv_heads)
         """Tokens of a block in `hidden`."""
@@ -95,7 +100,8 @@ class FusedDecoder:
         like = torch.empty(0, dtype=cache.shape.dtype, device=cache.pool.device)
         cos, sin = self._model.rotary_emb(like, positions)
         half = self._dim // 2  # both halves are alike
-        self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        self._cos = cos[0, :, :half].contiguous()
+        self._sin = sin[0, :, :half].contiguous()
         self._new_token = NewToken(self.num_heads, self._cos, self._sin, self._eps)
 
     def decode(
@@ -140,12 +146,14 @@ class FusedDecoder:
         kernel: Any = paged_attention
         options: dict[str, Any] = {"shared": shared, "splits": num_splits(len(tokens), self._kv_heads, long)}
         if len(page_table) < len(tokens):
-            kernel, options = block_attention, {}
+            kernel = block_attention
+            options = {}
         options["kept"] = self._cache.shape.kept
 
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             query, _, _ = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
-            pages, window = self._cache.layer(number), sliding_window(self._module, attention)
+            pages = self._cache.layer(number)
+            window = sliding_window(self._module, attention)
             options["scales"] = self._scales(number)
             out: Tensor = kernel(query, *pages, page_table, context_lens, scale=attention.scaling, window=window, **options)
             return out.flatten(1)
@@ -158,7 +166,8 @@ class FusedDecoder:
         def attend(number: int, attention: Any, qkv: Tensor, bias: Tensor | None) -> Tensor:
             heads = self._rotate_and_store(qkv, bias, positions, slots, number, attention)
             variant = Variant(attention.scaling, sliding_window(self._module, attention))
-            pages, scales = self._cache.layer(number), self._scales(number)
+            pages = self._cache.layer(number)
+            scales = self._scales(number)
             return packed_prompt_attention(*heads, *pages, rows, variant, scales).flatten(1)
 
         return self.logits(self._layers(tokens, slots, attend)[rows.wanted])
@@ -176,7 +185,8 @@ class FusedDecoder:
         hidden = torch.empty(len(tokens), embedding.shape[1], dtype=torch.float32, device=embedding.device)
         update = None
         for number, layer in enumerate(self._model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
+            mlp = layer.mlp
             groups = _groups(layer)
             begun = (tokens.contiguous(), embedding) if number == 0 else None
             x = self._add_norm(hidden, update, layer.input_layernorm.weight, room_for(groups[0]), begun)
@@ -227,7 +237,9 @@ class FusedDecoder:
 
         `qkv` [N, (heads + 2 kv_heads) D] is changed in place; or it is [parts, N, ...] that add up, with `bias`, to it.
         """
-        heads, kv_heads, dim = self.num_heads, self._kv_heads, self._dim
+        heads = self.num_heads
+        kv_heads = self._kv_heads
+        dim = self._dim
         parts = qkv.shape[0] if qkv.dim() == 3 else 0
         rows, width = qkv.shape[-2:]
         out = qkv if not parts else torch.empty(rows, width, dtype=self._cache.shape.dtype, device=qkv.device)
@@ -301,7 +313,8 @@ def _gated(x: Tensor, mlp: Any) -> Tensor:
     if weight is not None and mlp.gate_proj.bias is None and takes(x, weight, MOST_GATED_ROWS):
         return gated_product(x, weight)
     gate_up = _side_by_side(x, linears, weight)
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     _gate_kernel[(rows, triton.cdiv(size, 2048))](gate_up, out, N=size, BLOCK=2048, num_warps=4)
     return out

@@ -84,7 +84,8 @@ class HFDecoder:
     """Logits of packed tokens, with keys and values written to the pages. Until `release`, the module is this decoder's."""
 
     def __init__(self, module: PreTrainedModel, cache: KVCache, compile_layers: bool) -> None:
-        self._module, self._attention = module, module.config._attn_implementation
+        self._module = module
+        self._attention = module.config._attn_implementation
         self._layers = layers_of(module)
         self.num_heads: int = module.config.get_text_config().num_attention_heads
         module.set_attn_implementation(GPU_PAGED)

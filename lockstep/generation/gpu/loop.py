@@ -92,8 +92,14 @@ class GenerationLoop:
         assert 0 < scheduler.lookahead < RING, f"the steps of an interval and a first token must fit into {RING} places"
         assert not scheduler.mixed
         assert bucket(scheduler.max_num_seqs) <= rows.capacity
-        self._scheduler, self._decoder, self._runner, self._rows, self._cache = scheduler, decoder, runner, rows, cache
-        self._batch_invariant, self._device, self._sampling = batch_invariant, rows.token.device, sampling
+        self._scheduler = scheduler
+        self._decoder = decoder
+        self._runner = runner
+        self._rows = rows
+        self._cache = cache
+        self._batch_invariant = batch_invariant
+        self._device = rows.token.device
+        self._sampling = sampling
         rows.clear()
         self._seats: list[_Seat] = []
         """The sample of each row, from row 0. All rows after them are padding."""
@@ -102,7 +108,8 @@ class GenerationLoop:
         self._grouped: list[_Seat] | None = None
         """The seats that `RowState.shared` was made for."""
         self._shares = False
-        self._options, self._stop_ids = _options(sampling), frozenset(sampling.stop_token_ids)
+        self._options = _options(sampling)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
         self._keep = make_filter(sampling)
         """What says which tokens may be drawn."""
         self._most_seats = 0
@@ -189,10 +196,13 @@ class GenerationLoop:
             return
         page_size = self._cache.shape.page_size
         spans = [(row.sample, row.sample.num_cached, row.sample.num_cached + row.count) for row in rows]
-        contexts, lengths = [start for _, start, _ in spans], [row.count for row in rows]
-        packed, place = np.empty((3, sum(lengths)), dtype=np.int64), 0
+        contexts = [start for _, start, _ in spans]
+        lengths = [row.count for row in rows]
+        packed = np.empty((3, sum(lengths)), dtype=np.int64)
+        place = 0
         for (sample, start, end), length in zip(spans, lengths, strict=True):
-            own, place = packed[:, place : place + length], place + length
+            own = packed[:, place : place + length]
+            place = place + length
             own[0], own[1], own[2] = sample.slice(start, end), np.arange(start, end), _slots(sample.pages, start, end, page_size)
         scored = scored_rows(rows) if any(row.sample.scores for row in rows) else []
         wanted = np.array([*(end - 1 for end in accumulate(lengths)), *places_of(scored)])
@@ -242,7 +252,8 @@ class GenerationLoop:
         self._seats += [_Seat(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in samples]
         if self._is_special or any(s.params is not None or s.scores is not None for s in samples):
             self._choose_steps()
-        rows, here = self._rows, slice(first, len(self._seats))
+        rows = self._rows
+        here = slice(first, len(self._seats))
         # The draw adds one to the context: after it, all of the sample but the drawn token is in the cache.
         ints, floats = zip(*(self._numbers(s) for s in samples), strict=True)
         tokens = [(s.tokens or s.prompt.ids)[-1] for s in samples]
@@ -264,13 +275,15 @@ class GenerationLoop:
     def _numbers(self, sample: Sample) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Its numbers in the order of INTS and of FLOATS."""
         (greedy, top_k), floats = self._options if sample.params is None else _options(sample.params)
-        tokens, limits = len(sample.tokens), sample.limits
+        tokens = len(sample.tokens)
+        limits = sample.limits
         stops = self._stop_ids <= limits.token_ids
         return (len(sample) - 1, tokens, limits.max_tokens, sample.position, RUNNING, greedy, stops, top_k), floats
 
     def _choose_steps(self) -> None:
         """Which filter the rows need, and whether the most likely tokens are noted. Called while there is something special about one."""
-        samples, rows = [seat.sample for seat in self._seats], self._rows
+        samples = [seat.sample for seat in self._seats]
+        rows = self._rows
         own = [sample.params for sample in samples if sample.params is not None]
         self._keep = make_filter(*own, *([] if own and len(own) == len(samples) else [self._sampling]))
         if rows.seen is None and any(params.penalises for params in own):
@@ -286,7 +299,8 @@ class GenerationLoop:
         changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
         for row, seat in enumerate(self._seats):
-            known, held = seat.known, seat.held
+            known = seat.known
+            held = seat.held
             # Only the page that the next token falls into can have been replaced, by a copy of its own.
             start = seat.sample.num_cached // page_size
             if start >= len(known) or known[start] == held[start]:
@@ -307,9 +321,11 @@ class GenerationLoop:
             return self._shares
         self._grouped = list(self._seats)
         groups: list[tuple[int, int, int]] = []  # first row, rows, tokens
-        page_size, row = self._cache.shape.page_size, 0
+        page_size = self._cache.shape.page_size
+        row = 0
         while row < len(self._seats):
-            leader, count = self._seats[row], 1
+            leader = self._seats[row]
+            count = 1
             pages = len(leader.sample.prompt.ids) // page_size
             while pages and count < self._group_limit and row + count < len(self._seats):
                 other = self._seats[row + count]
@@ -322,7 +338,8 @@ class GenerationLoop:
         saved = sum((count - 1) * tokens for _, count, tokens in groups)
         self._shares = saved > _WORTH_SHARING * sum(len(seat.sample) for seat in self._seats)
         if self._shares:
-            shared, size = self._rows.shared, bucket(len(self._seats))
+            shared = self._rows.shared
+            size = bucket(len(self._seats))
             tokens = np.zeros(size, dtype=np.int32)
             for first, count, length in groups:
                 tokens[first : first + count] = length
@@ -353,7 +370,8 @@ class GenerationLoop:
             self._send_outputs()
 
     def _send_outputs(self) -> None:
-        rows, count = self._rows, len(self._seats)
+        rows = self._rows
+        count = len(self._seats)
         outputs = [rows.outputs(count)]
         if self._keeps_top and rows.top_ids is not None and rows.top_log_probs is not None:
             outputs += [rows.top_ids[:count], rows.top_log_probs[:count]]
@@ -375,7 +393,8 @@ class GenerationLoop:
         """Use the time until the device has something to read: where rows have begun to leave, smaller batches will be needed."""
         if self._batch_invariant or not 0 < len(self._seats) < self._most_seats:
             return
-        heads, kinds = self._cache.shape.num_kv_heads, []
+        heads = self._cache.shape.num_kv_heads
+        kinds = []
         for size in buckets(len(self._seats))[1:]:
             kinds.append((size, self._keep, self._shares and num_splits(size, heads) == 1, self._keeps_top, False))
         self._runner.prepare(kinds)
@@ -392,7 +411,8 @@ class GenerationLoop:
                 interval.ready.synchronize()
             read = read_outputs(interval.outputs[0], [seat.read for seat in interval.seats])
             for row, (seat, end, done, tokens, log_probs) in enumerate(zip(interval.seats, *read, strict=True)):
-                sample, start = seat.sample, seat.read
+                sample = seat.sample
+                start = seat.read
                 if seat.over or end == start:
                     continue
                 for one in running[-1:]:

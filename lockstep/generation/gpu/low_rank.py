@@ -25,18 +25,21 @@ def lay_out(linears: Sequence[Any]) -> None:
     if _found(linears) is not None:
         return
     ranks = [_rank(linear) for linear in linears]
-    size, first = linears[0].in_features, linears[0].weight
+    size = linears[0].in_features
+    first = linears[0].weight
     room = aligned(sum(ranks))
     whole = first.new_zeros(sum(linear.out_features for linear in linears), size + room)
     downs = first.new_zeros(room, size)
     row = column = 0
     for linear, rank in zip(linears, ranks, strict=True):
-        rows, columns = slice(row, row + linear.out_features), slice(column, column + rank)
+        rows = slice(row, row + linear.out_features)
+        columns = slice(column, column + rank)
         _move(linear.weight, whole[rows, :size])
         if rank:
             _move(linear.lora_B, whole[rows, size:][:, columns])
             _move(linear.lora_A, downs[columns])
-        row, column = rows.stop, columns.stop
+        row = rows.stop
+        column = columns.stop
     setattr(linears[0], _LAYOUT, (whole, downs))
 
 

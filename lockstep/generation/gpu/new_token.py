@@ -52,7 +52,10 @@ class NewToken:
     """For layers with `heads` query heads. `cos` and `sin` [positions, D / 2]."""
 
     def __init__(self, heads: int, cos: Tensor, sin: Tensor, eps: float) -> None:
-        self._heads, self._cos, self._sin, self._eps = heads, cos, sin, eps
+        self._heads = heads
+        self._cos = cos
+        self._sin = sin
+        self._eps = eps
         self._arrived = torch.zeros(MOST_PAIRS, dtype=torch.int32, device=cos.device)
         """How many splits of a row and KV head have ended; the last one sets it back."""
 

@@ -28,7 +28,9 @@ class PromptRows:
     """
 
     def __init__(self, lengths: Sequence[int], contexts: Sequence[int], wanted: Tensor, key_slots: Tensor | None) -> None:
-        self.lengths, self.wanted, self.key_slots = list(lengths), wanted, key_slots
+        self.lengths = list(lengths)
+        self.wanted = wanted
+        self.key_slots = key_slots
         self.ends = [c + n for c, n in zip(contexts, lengths, strict=True)]
         bounds = torch.tensor([[0, *lengths], [0, *self.ends]]).cumsum(1).int()
         # From pinned memory: a copy from other memory waits for all that the device has to do.

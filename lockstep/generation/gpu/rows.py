@@ -92,7 +92,8 @@ class RowState:
         def zeros(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
-        longs, ints = zeros(len(LONGS), rows, kind=torch.int64), zeros(len(INTS), rows)
+        longs = zeros(len(LONGS), rows, kind=torch.int64)
+        ints = zeros(len(INTS), rows)
         floats = torch.ones(len(FLOATS), rows, device=device)
         ints[INTS.index("done")] = TOO_LONG
         blocks = (LONGS, longs), (INTS, ints), (FLOATS, floats)
@@ -141,7 +142,8 @@ class RowState:
             torch.from_numpy(np.concatenate([values.reshape(-1).view(np.uint8) for _, values in blocks])), self.token.device
         )
         for block, values in blocks:
-            own, sent = sent[: values.nbytes], sent[values.nbytes :]
+            own = sent[: values.nbytes]
+            sent = sent[values.nbytes :]
             block[:, first : first + values.shape[1]] = own.view(block.dtype).view(values.shape)
 
     def outputs(self, count: int) -> Tensor:
@@ -161,14 +163,16 @@ class RowState:
 
     def track_seen(self, wanted: bool) -> None:
         """Make or drop `seen` and `counts`. Graphs that use them must be forgotten when they are made anew."""
-        shape, device = (len(self.token), len(self.stop)), self.token.device
+        shape = (len(self.token), len(self.stop))
+        device = self.token.device
         self.seen = torch.zeros(shape, dtype=torch.bool, device=device) if wanted else None
         self.counts = torch.zeros(shape, dtype=torch.int16, device=device) if wanted else None
 
     def track_top(self) -> None:
         """Make `top_ids` and `top_log_probs`, unless they are there."""
         if self.top_ids is None:
-            shape, device = (len(self.token), RING, min(MOST_TOP, len(self.stop))), self.token.device
+            shape = (len(self.token), RING, min(MOST_TOP, len(self.stop)))
+            device = self.token.device
             self.top_ids = torch.zeros(shape, dtype=torch.int32, device=device)
             self.top_log_probs = torch.zeros(shape, device=device)
 

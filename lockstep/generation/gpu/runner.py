@@ -46,7 +46,9 @@ class DecodeRunner:
     """Steps over `rows`. On a device without CUDA graphs (tests with Triton's interpreter) each step is simply computed."""
 
     def __init__(self, decoder: Decoder, rows: RowState, page_size: int, warm: WarmSteps) -> None:
-        self._decoder, self._rows, self._page_size = decoder, rows, page_size
+        self._decoder = decoder
+        self._rows = rows
+        self._page_size = page_size
         self._captures = rows.token.is_cuda
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -107,7 +109,8 @@ class DecodeRunner:
 
     def _step(self, size: int, keep: Filter | None, shared: bool, top: bool, long: bool) -> None:
         rows = self._rows
-        table, context = rows.page_table[:size], rows.context[:size]
+        table = rows.page_table[:size]
+        context = rows.context[:size]
         positions, slots = decode_slots(table, context, self._page_size)
         prefixes = rows.shared_of(size) if shared else None
         self.draw(self._decoder.decode(rows.token[:size], positions, slots, table, context, prefixes, long), 0, keep, top)

@@ -41,7 +41,10 @@ class ShortPrefill:
     """Over rows of `width` pages, in blocks of `block` tokens. On a device without CUDA graphs each step is simply computed."""
 
     def __init__(self, decoder: Decoder, width: int, block: int, device: torch.device) -> None:
-        self._decoder, self._width, self._block, self._device = decoder, width, block, device
+        self._decoder = decoder
+        self._width = width
+        self._block = block
+        self._device = device
         # Places of wanted tokens may be twice as many as tokens: where a prompt's log-probs are wanted, and its last token's to draw from.
         length = max(self._length(_FEW, 1) + 2 * _FEW, self._length(SIZES[-1], block) + 2 * SIZES[-1])
         self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
@@ -75,7 +78,8 @@ class ShortPrefill:
         block = self._block_of(lengths)
         padded = self._padded(lengths, block)
         size = _size_of(sum(padded))
-        numbers_end, length = 3 * size, self._length(size, block)
+        numbers_end = 3 * size
+        length = self._length(size, block)
         sent = self._staged.zeros(length + len(wanted))
         numbers = sent[:numbers_end].reshape(3, size)
         tables = sent[numbers_end:length].view(np.int32)[: size // block * self._width].reshape(-1, self._width)
@@ -88,7 +92,9 @@ class ShortPrefill:
             numbers[:2, place + count : place + filled] = packed[:2, end - 1 : end]
             tables[line : line + filled // block, : len(own)] = own
             moves[i] = place - start
-            place, start, line = place + filled, end, line + filled // block
+            place = place + filled
+            start = end
+            line = line + filled // block
         sent[length:] = wanted + np.repeat(moves, lengths)[wanted]
         self._staged.send(len(sent))
         return self._decoder.logits(self._computed(size, block)[self._inputs[length : len(sent)]])

@@ -17,7 +17,8 @@ def test_the_compiled_layers_give_what_the_module_gives(
 ) -> None:
     """Tokens of the Hugging Face module's own layers, log-probs within 2e-5; with filters, which PyTorch draws with."""
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
-    requests, params = make_requests(9), sampling(stop_token_ids=(), max_tokens=40, top_k=9)
+    requests = make_requests(9)
+    params = sampling(stop_token_ids=(), max_tokens=40, top_k=9)
     rollout = make_rollout(path)
     completions = rollout.generate(requests, params)
     assert isinstance(rollout.backend, fused.FusedBackend)
@@ -57,7 +58,8 @@ def test_bfloat16_weights_give_what_the_same_numbers_give_in_float32(
 
 def test_the_next_generation_sees_new_weights_and_the_copies_are_gone_after_it(tmp_path: Path, compiled: Library) -> None:
     rollout = make_rollout(save_tiny_model(tmp_path))
-    requests, params = make_requests(3), sampling(stop_token_ids=())
+    requests = make_requests(3)
+    params = sampling(stop_token_ids=())
     before = rollout.generate(requests, params)
     assert rollout.backend._layers == []
     with torch.no_grad():

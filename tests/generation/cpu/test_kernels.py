@@ -19,8 +19,10 @@ def test_attention_is_what_pytorch_computes_in_float64_and_the_same_bits_in_any_
 ) -> None:
     """Within 1e-5 of attention over the stored keys, for rows that decode and rows in prompts, with a window, soft-capped scores, sinks."""
     generator = torch.Generator().manual_seed(dim + groups)
-    query_lens, contexts = [1, 5, 1, 9, 1, 70], [0, 0, 16, 60, 129, 3]
-    tokens, width = sum(query_lens), 10
+    query_lens = [1, 5, 1, 9, 1, 70]
+    contexts = [0, 0, 16, 60, 129, 3]
+    tokens = sum(query_lens)
+    width = 10
     table = (torch.randperm(len(query_lens) * width, generator=generator) + 1).int().view(-1, width)
     pages = Pages(*(torch.full((len(query_lens) * width + 1, 16, KV_HEADS, dim), torch.nan, dtype=dtype) for _ in range(2)))
     every = [context + count for context, count in zip(contexts, query_lens, strict=True)]
@@ -52,7 +54,8 @@ def test_attention_is_what_pytorch_computes_in_float64_and_the_same_bits_in_any_
 
 def test_a_number_that_is_not_finite_stays_visible_and_in_its_row(compiled: Library) -> None:
     pages = Pages(torch.randn(3, 16, 1, 8), torch.randn(3, 16, 1, 8))
-    table, blocks = torch.tensor([[1], [2]], dtype=torch.int32), attention_blocks([1, 1], [2, 3], 1)
+    table = torch.tensor([[1], [2]], dtype=torch.int32)
+    blocks = attention_blocks([1, 1], [2, 3], 1)
     for bad in (torch.nan, torch.inf):
         q = torch.randn(2, 1, 8)
         q[0, 0, 3] = bad
@@ -63,12 +66,16 @@ def test_a_number_that_is_not_finite_stays_visible_and_in_its_row(compiled: Libr
 
 def test_norm_and_rotation_are_those_of_the_formulas_in_float64(compiled: Library) -> None:
     """Within 2e-6."""
-    x, weight = torch.randn(5, 72), torch.rand(72)
+    x = torch.randn(5, 72)
+    weight = torch.rand(72)
     expected = weight * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(rms_norm(compiled, x, weight, 1e-5).double(), expected, atol=2e-6, rtol=2e-6)
 
-    qkv, q_norm, k_norm = torch.randn(4, 9, 12), torch.rand(12), torch.rand(12)
-    angle, positions = torch.rand(7, 6), torch.tensor([6, 0, 3, 3])
+    qkv = torch.randn(4, 9, 12)
+    q_norm = torch.rand(12)
+    k_norm = torch.rand(12)
+    angle = torch.rand(7, 6)
+    positions = torch.tensor([6, 0, 3, 3])
     for norms in ((None, None), (q_norm, k_norm)):
         expected = qkv.double()
         if norms[0] is not None:

@@ -22,7 +22,8 @@ MIB = 1 << 20
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(160, 192), nn.Linear(160, 192, bias=False)
+        self.first = nn.Linear(160, 192)
+        self.second = nn.Linear(160, 192, bias=False)
         self.second.weight = self.first.weight
         self.small = nn.Linear(192, 8)
 
@@ -74,8 +75,10 @@ def test_layers_are_put_back_after_an_error() -> None:
 def test_packed_layers_compute_what_pytorch_computes_in_float64(compiled: Library, dtype: torch.dtype, bias: bool) -> None:
     """Within 2e-5 of sums over 77 numbers, for sizes that fill no panel, and for every number of rows in a tile and more."""
     torch.manual_seed(0)
-    first, second = nn.Linear(77, 50, bias=bias).to(dtype), nn.Linear(77, 50, bias=bias).to(dtype)
-    both, gated = PackedLinear(compiled, [first, second]), PackedLinear(compiled, [first, second], gated=True)
+    first = nn.Linear(77, 50, bias=bias).to(dtype)
+    second = nn.Linear(77, 50, bias=bias).to(dtype)
+    both = PackedLinear(compiled, [first, second])
+    gated = PackedLinear(compiled, [first, second], gated=True)
     everything = torch.randn(210, 77)
     one, other = (F.linear(everything.double(), x.weight.double(), x.bias.double() if bias else None) for x in (first, second))
     base = torch.randn(210, 100)
@@ -107,7 +110,8 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_the_threads_are(com
 def test_long_sums_round_no_more_than_pytorchs(compiled: Library) -> None:
     """One sum over all inputs, term by term, rounds three times as much."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(1536, 576, bias=False), torch.randn(32, 1536)
+    layer = nn.Linear(1536, 576, bias=False)
+    x = torch.randn(32, 1536)
     exact = F.linear(x.double(), layer.weight.double())
     ours, theirs = (
         float((found - exact).square().mean().sqrt())
@@ -120,10 +124,12 @@ def test_long_sums_round_no_more_than_pytorchs(compiled: Library) -> None:
 @torch.no_grad()
 def test_float32_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(compiled: Library, rows: int) -> None:
     torch.manual_seed(0)
-    layer, other = nn.Linear(77, 50), nn.Linear(77, 50)
+    layer = nn.Linear(77, 50)
+    other = nn.Linear(77, 50)
     layer.weight.data = layer.weight.data.bfloat16().float()
     x = torch.randn(rows, 77)
-    exact, whole = PackedLinear(compiled, [layer]), PackedLinear(compiled, [layer, other])
+    exact = PackedLinear(compiled, [layer])
+    whole = PackedLinear(compiled, [layer, other])
     assert exact.kind == WIDENED
     assert whole.kind == WHOLE
     assert torch.equal(multiply(compiled, exact, x), multiply(compiled, whole, x)[:, :50])
@@ -172,7 +178,8 @@ def test_adapters_are_packed_with_their_weights_in_float32(compiled: Library, dt
     layers: list[nn.Linear] = [adapted(96, 80, 3, not gated, dtype), adapted(96, 80, 16, False, dtype)]
     if not gated:
         layers.insert(1, nn.Linear(96, 40, dtype=dtype))
-    packed, x = PackedLinear(compiled, layers, gated), torch.randn(9, 96)
+    packed = PackedLinear(compiled, layers, gated)
+    x = torch.randn(9, 96)
 
     def plain(layer: nn.Linear) -> torch.Tensor:
         out = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())

@@ -18,7 +18,8 @@ def test_pages_are_attended_to_alike_with_and_without_the_compiled_function(
 ) -> None:
     """Rows of several lengths; log-probs within 2e-5."""
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
-    requests, params = make_requests(9), sampling(stop_token_ids=(), max_tokens=40)
+    requests = make_requests(9)
+    params = sampling(stop_token_ids=(), max_tokens=40)
     expected = make_rollout(path).generate(requests, params)
     for user in (paged, fused):
         monkeypatch.setattr(user, "library", lambda: None)

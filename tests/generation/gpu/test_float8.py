@@ -28,7 +28,8 @@ from lockstep.generation.gpu.float8 import (
 
 @triton.jit
 def _quantise(X, CODES, SCALES, N: tl.constexpr, D: tl.constexpr):
-    n, d = tl.arange(0, N), tl.arange(0, D)
+    n = tl.arange(0, N)
+    d = tl.arange(0, D)
     x = tl.load(X + n[:, None] * D + d[None, :])
     scale, inverse = scale_of(x, 1)
     tl.store(CODES + n[:, None] * D + d[None, :], encode(x * inverse))
@@ -37,7 +38,8 @@ def _quantise(X, CODES, SCALES, N: tl.constexpr, D: tl.constexpr):
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels make of heads [n, D]: codes, and scales [n, 1]."""
-    codes, scales = torch.zeros(x.shape).to(torch.float8_e4m3fn), torch.zeros(len(x), 1)
+    codes = torch.zeros(x.shape).to(torch.float8_e4m3fn)
+    scales = torch.zeros(len(x), 1)
     _quantise[(1,)](x, codes, scales, N=x.shape[0], D=x.shape[1])
     return codes, scales
 

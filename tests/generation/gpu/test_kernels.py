@@ -58,7 +58,8 @@ def test_a_token_that_is_not_finite_harms_only_those_of_its_block_that_see_it(wi
     torch.manual_seed(0)
     query = torch.randn(4, 6, 24)
     k, v = torch.randn(2, 9, 16, 2, 24)
-    table, context = torch.tensor([[3, 1, 5]], dtype=torch.int32), torch.tensor([30, 31, 32, 33], dtype=torch.int32)
+    table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
+    context = torch.tensor([30, 31, 32, 33], dtype=torch.int32)
     (k if of_keys else v)[table[0, place // 16], place % 16, :, 7] = torch.inf if of_keys else torch.nan
     out = block_attention(query, k, v, table, context, scale=0.2, window=window, splits=1)
     sees = (context >= place) & (place > context - (window or 99))
@@ -72,7 +73,8 @@ def test_a_token_that_is_not_finite_harms_only_those_of_its_block_that_see_it(wi
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_sampler_draws_the_cpus_tokens(temperature):
     torch.manual_seed(1)
-    count, vocabulary = 6, 50
+    count = 6
+    vocabulary = 50
     rows = RowState.make(count, 1, vocabulary, num_chunks(vocabulary), torch.device("cpu"))
     rows.key[:count] = request_keys(0, [(0, i, 0) for i in range(count)])
     rows.limit[:count], rows.done[:count] = 9, RUNNING

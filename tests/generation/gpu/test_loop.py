@@ -172,7 +172,8 @@ def test_a_warm_up_computes_every_step_that_is_met_and_changes_no_token(
     gpu._seated.runner._captures = True  # a step is then computed beforehand, as with graphs
     gpu.warm_up(40, params, shares=True)
     gpu._seated.runner._captures = False
-    warm, met = set(gpu._warm), set()
+    warm = set(gpu._warm)
+    met = set()
     steps = runner.DecodeRunner.steps
 
     def noted(self: Any, size: int, count: int, *kind: Any) -> None:

@@ -20,10 +20,13 @@ def make() -> rows.RowState:
 
 @given(first=st.integers(0, 5), count=st.integers(1, 6), seed=st.integers(0, 99))
 def test_numbers_arrive_at_their_rows_and_nowhere_else(first: int, count: int, seed: int) -> None:
-    count, rng, state = min(count, 6 - first), np.random.default_rng(seed), make()
+    count = min(count, 6 - first)
+    rng = np.random.default_rng(seed)
+    state = make()
     before = [block.clone() for block in (state.longs, state.ints, state.floats)]
     longs = rng.integers(-(2**63), 2**63, (len(rows.LONGS), count))
-    ints, floats = rng.integers(-99, 99, (count, len(rows.INTS))).T, rng.normal(size=(count, len(rows.FLOATS))).T
+    ints = rng.integers(-99, 99, (count, len(rows.INTS))).T
+    floats = rng.normal(size=(count, len(rows.FLOATS))).T
     state.put(first, longs, ints, floats)
     here = slice(first, first + count)
     for block, old, new in zip((state.longs, state.ints, state.floats), before, (longs, ints, floats), strict=True):
@@ -35,7 +38,8 @@ def test_numbers_arrive_at_their_rows_and_nowhere_else(first: int, count: int, s
 
 @given(starts=st.lists(st.integers(0, 5 * rows.RING), max_size=6))
 def test_outputs_are_read_as_they_were_from_the_first_that_is_new(starts: list[int]) -> None:
-    state, count = make(), len(starts)
+    state = make()
+    count = len(starts)
     generated, done, *rings = rows.read_outputs(state.outputs(count), starts)
     assert [generated, done] == [state.generated[:count].tolist(), state.done[:count].tolist()]
     for found, ring in zip(rings, (state.out_tokens, state.out_log_probs), strict=True):
@@ -44,7 +48,8 @@ def test_outputs_are_read_as_they_were_from_the_first_that_is_new(starts: list[i
 
 
 def test_cleared_rows_are_copies_of_the_scratch_row() -> None:
-    state, other = make(), make()
+    state = make()
+    other = make()
     for name in ("longs", "ints", "floats", "page_table"):
         getattr(other, name).copy_(getattr(state, name))
     state.clear(4)

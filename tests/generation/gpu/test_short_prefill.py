@@ -33,7 +33,8 @@ class Mirror:
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_each_token_is_computed_with_its_numbers_and_its_rows_pages(rows: list[tuple[int, int]], seed: int) -> None:
-    rng, decoder = np.random.default_rng(seed), Mirror()
+    rng = np.random.default_rng(seed)
+    decoder = Mirror()
     prefill = short_prefill.ShortPrefill(decoder, WIDTH, 8, torch.device("cpu"))
     lengths = [length for length, _ in rows]
     packed = rng.integers(1, 1000, (3, sum(lengths)))

@@ -46,7 +46,8 @@ TABLE = torch.tensor([[3, 1, 5], [2, 6, 4], [7, 8, 0]], dtype=torch.int32)
 @pytest.mark.parametrize("window", [None, 20])
 def test_paged_attention_over_small_pages_is_that_over_their_numbers(kept: str, splits: int, window: int | None) -> None:
     codes, scales, plain = scene(kept)
-    query, context = torch.randn(3, 6, DIM), torch.tensor([33, 2, 17], dtype=torch.int32)
+    query = torch.randn(3, 6, DIM)
+    context = torch.tensor([33, 2, 17], dtype=torch.int32)
     options = {"scale": 0.2, "window": window, "splits": splits}
     out = paged_attention(query, *codes, TABLE, context, scales=scales, kept=kept, **options)
     assert torch.equal(out, paged_attention(query, *plain, TABLE, context, **options))
@@ -58,7 +59,8 @@ def test_shared_prefixes_of_small_pages_change_nothing(kept: str) -> None:
     codes, scales, plain = scene(kept)
     table = TABLE[[0, 0, 0]].clone()
     table[1, 1:] = table[1, 1:].flip(0)
-    query, context = torch.randn(3, 6, DIM), torch.tensor([20, 16, 33], dtype=torch.int32)
+    query = torch.randn(3, 6, DIM)
+    context = torch.tensor([20, 16, 33], dtype=torch.int32)
     shared = SharedPrefixes(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 0], [3, 0], [16, 16, 16])))
     out = paged_attention(query, *codes, table, context, scale=0.2, shared=shared, splits=1, scales=scales, kept=kept)
     alone = paged_attention(query, *plain, table, context, scale=0.2, splits=1)
@@ -87,7 +89,8 @@ def test_a_prompt_that_is_cut_reads_back_what_it_has_stored(kept: str) -> None:
     slots = torch.cat([slots[:34], slots[48 : 48 + 18]])
     for found, want in zip(READ[kept](*codes, scales, slots, torch.float32), plain, strict=True):
         assert torch.equal(found.float(), want.flatten(0, 1)[slots])
-    query, key = torch.randn(12, 6, DIM), torch.empty(12, 2, DIM)
+    query = torch.randn(12, 6, DIM)
+    key = torch.empty(12, 2, DIM)
     rows = PromptRows([4, 8], [30, 10], torch.tensor([3, 11]), slots)
     variant = Variant(0.2, None)
     out = packed_prompt_attention(query, key, key, *codes, rows, variant, scales, kept)
@@ -98,12 +101,15 @@ def test_a_prompt_that_is_cut_reads_back_what_it_has_stored(kept: str) -> None:
 def test_pages_are_copied_with_their_scales(kept: str) -> None:
     cache = CACHES[kept](CacheShape(2, 2, DIM, 16, torch.bfloat16, kept), 5, torch.device("cpu"))
     assert cache.scales is not None
-    whole, scales = cache.pool.view(torch.uint8), cache.scales.view(torch.int16)
+    whole = cache.pool.view(torch.uint8)
+    scales = cache.scales.view(torch.int16)
     whole.copy_(torch.randint(0, 127, whole.shape))
     scales.copy_(torch.randint(0, 1000, scales.shape))
-    want, want_scales = whole.clone(), scales.clone()
+    want = whole.clone()
+    want_scales = scales.clone()
     want[:, :, [4, 1]], want_scales[:, [4, 1]] = whole[:, :, [2, 2]], scales[:, [2, 2]]
-    sources, targets = torch.tensor([2, 2]), torch.tensor([4, 1])
+    sources = torch.tensor([2, 2])
+    targets = torch.tensor([4, 1])
     copy_pages(cache.pool, sources, targets)
     copy_pages(cache.scales[:, None], sources, targets)
     assert torch.equal(whole, want)
@@ -123,12 +129,15 @@ def test_every_way_to_compute_tokens_stores_and_reads_the_same_numbers(family: s
     shape = CacheShape(2, 2, DIM, 16, torch.float32, kept)
     caches = [CACHES[kept](shape, 7, torch.device("cpu")) for _ in range(4)]
     few, many, blocks, whole = (FusedDecoder(model, cache, 64) for cache in caches)
-    ids, table = torch.randint(2, 32, (3, 2)), torch.tensor([[1], [5], [3]], dtype=torch.int32)
+    ids = torch.randint(2, 32, (3, 2))
+    table = torch.tensor([[1], [5], [3]], dtype=torch.int32)
     for place in range(2):
         context = torch.full((3,), place, dtype=torch.int32)
         step = ids[:, place], *decode_slots(table, context, 16), table, context
-        from_few, want = few.decode(*step, None), many.logits(many.hidden(*step))
-    positions, slots = torch.arange(2).repeat(3), (table.long() * 16 + torch.arange(2)).flatten()
+        from_few = few.decode(*step, None)
+        want = many.logits(many.hidden(*step))
+    positions = torch.arange(2).repeat(3)
+    slots = (table.long() * 16 + torch.arange(2)).flatten()
     from_blocks = blocks.logits(blocks.hidden(ids.flatten(), positions, slots, table, positions.int())[1::2])
     from_whole = whole.prefill(ids.flatten(), positions, slots, PromptRows([2] * 3, [0] * 3, torch.tensor([1, 3, 5]), None))
     for found in (from_few, from_blocks, from_whole):
