@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _warm_up(engine: Any, load: Load) -> None:
     if engine.module.device.type == "cuda":
-        from lockstep.generation.gpu.warm_up import warm_generation
+        from lockstep.generation.engine import warm_generation
 
         warm_generation(engine, dataclasses.replace(_sampling(load, {}), max_tokens=2), 8)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.generation.cpu.fused_backend import Last
 from lockstep.generation.cpu.kernels import Library, Pages
 from lockstep.generation.cpu.linears import ADD, GATED, PAIRS, STORE, PackedLinear
-from lockstep.generation.cpu.paged import StepBatch, attend, store
-from lockstep.generation.cpu.whole import Last
+from lockstep.generation.cpu.paged_attention import StepBatch, attend, store
 
 
 def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:

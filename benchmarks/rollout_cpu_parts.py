@@ -22,9 +22,9 @@ from benchmarks.rollout_cpu import Load, mixed
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.generation.cpu import fused, passes
+from lockstep.generation.cpu import fused_backend, passes
 from lockstep.generation.cpu.kernels import Library, draw
-from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.paged_attention import StepBatch
 from lockstep.models.attention import CACHED
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.workers.rollout.registry import make_rollout
@@ -57,7 +57,7 @@ class Clock:
             self.phase = "prefill" if max(batch.query_lens) > 1 else "decode"
             return self._step(backend, batch, sampling)
 
-        Library.call, passes.PassBackend.step, fused.WholePass = call, step, OneByOne  # type: ignore[method-assign, assignment, misc]
+        Library.call, passes.PassBackend.step, fused_backend.WholePass = call, step, OneByOne  # type: ignore[method-assign, assignment, misc]
 
     def show(self) -> None:
         """The parts, the longest first."""
@@ -110,7 +110,7 @@ def show_steps(backend: Any, context: int = 150) -> None:
             best = float("inf")
             for _ in range(max(3, 100 // count)):
                 start = time.perf_counter()
-                draw(fused.library(), backend.forward(batch, drawn), torch.full((count,), 0.5), 1.0)  # type: ignore[arg-type]
+                draw(fused_backend.library(), backend.forward(batch, drawn), torch.full((count,), 0.5), 1.0)  # type: ignore[arg-type]
                 best = min(best, time.perf_counter() - start)
             print(f"step of {count:4d} rows {best * 1e3:8.2f} ms")
 
@@ -126,7 +126,7 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     model = load_model(ModelConfig(path=arguments.model), Head.LANGUAGE_MODEL, seed=0).eval().to(dtype)
     engine: Any = make_rollout(share_structure(model, CACHED).to(dtype), RolloutConfig(max_num_seqs=arguments.requests), 0)
-    assert isinstance(engine.backend, fused.FusedBackend), "this model does not run on the C functions here"
+    assert isinstance(engine.backend, fused_backend.FusedBackend), "this model does not run on the C functions here"
     load, tokens = mixed(arguments.requests), sum(mixed(arguments.requests)[1])
     whole = min(generate(engine, load) for _ in range(2))
     show_python(engine, load)

@@ -27,7 +27,7 @@ from benchmarks.step import RESULTS, _about
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.generation.routed import RoutedRollout
+from lockstep.generation.routing import RoutedRollout
 from lockstep.models.chunked_head import LossOutput
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 from lockstep.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lockstep.generation.engine import NativeRollout
-    from lockstep.generation.family import check_small_cache, check_small_cache_capability, check_small_cache_config
-    from lockstep.generation.gpu.warm_up import warm_generation
-    from lockstep.generation.routed import RoutedRollout
+    from lockstep.generation.engine import NativeRollout, warm_generation
+    from lockstep.generation.model_support import check_small_cache, check_small_cache_capability, check_small_cache_config
+    from lockstep.generation.routing import RoutedRollout
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "engine": "NativeRollout",
-        "family": "check_small_cache check_small_cache_capability check_small_cache_config",
-        "gpu.warm_up": "warm_generation",
-        "routed": "RoutedRollout",
+        "engine": "NativeRollout warm_generation",
+        "model_support": "check_small_cache check_small_cache_capability check_small_cache_config",
+        "routing": "RoutedRollout",
     },
 )

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeVar
+
+import torch
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend
-from lockstep.generation.cpu.backend import TorchBackend
-from lockstep.generation.cpu.fused import FusedBackend, fused_library
+from lockstep.generation.cpu.fused_backend import FusedBackend, fused_library
 from lockstep.generation.cpu.kernels import Library
 from lockstep.generation.cpu.passes import PAGE_SIZE, PassBackend
-from lockstep.generation.open_scheduler import OpenScheduler
-from lockstep.generation.open_stream import OpenStream
+from lockstep.generation.cpu.torch_backend import TorchBackend
+from lockstep.generation.model_support import cache_shape, check_equivalence
 from lockstep.generation.pages import CacheShape, PagePool
 from lockstep.generation.prefix_cache import PrefixCache
-from lockstep.generation.probe import cache_shape, check_equivalence
 from lockstep.generation.scheduler import Scheduler
 from lockstep.generation.stream import NativeStream
 from lockstep.models.attention import CACHED
@@ -22,11 +21,13 @@ from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.rollout.request import Request
 from lockstep.workers.rollout.stream import Stream
 
-AnyScheduler = TypeVar("AnyScheduler", bound=Scheduler)
+_WARM_PROMPT = 16
+"""Tokens of a prompt that `warm_generation` computes."""
 
 
 class NativeRollout(ModuleRollout):
-    """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together; a seat is refilled as soon as it is free."""
+    """See RolloutEngine. Prompts are prefilled packed; running sequences are decoded together;
+    a waiting one starts as soon as another ends."""
 
     attention = CACHED
     notes_experts = False
@@ -41,26 +42,28 @@ class NativeRollout(ModuleRollout):
         self.check_weights()
         if num_tokens is None:
             num_tokens = (self.context or 1 << 40) * self.seats
-        scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size), OpenScheduler)
+        scheduler = self._scheduler(1 + -(-num_tokens // self.backend.page_size))
         room = scheduler.pool.capacity * scheduler.pool.page_size
         scheduler.longest = min(room, self.context or room)
         if not self.backend.in_one_shape:
             scheduler.cache = PrefixCache(scheduler.pool)
-        return self._opened(OpenStream(self, sampling, self.backend, scheduler, self._forget_stream))
+        return self._opened(NativeStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        """Over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for. Nothing is left to
-        others, so that what is computed does not depend on when it is."""
-        pages = self._pages_for(requests, sampling)
-        if any(r.top_log_probs or r.prompt_log_probs for r in requests):
-            own = self._scheduler(pages, OpenScheduler)
-            return self._opened(OpenStream(self, sampling, self.backend, own, self._forget_stream))
-        return self._opened(NativeStream(self, sampling, self.backend, self._scheduler(pages, Scheduler), self._forget_stream))
+        scheduler = self._scheduler_for(requests, sampling)
+        return self._opened(NativeStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
-    def _pages_for(self, requests: Sequence[Request], sampling: SamplingParams) -> int:
-        limits = [(len(r.prompt_ids), r.max_tokens or (r.sampling or sampling).max_tokens) for r in requests]
-        needs = sorted((min(sum(limit), self.context or 1 << 40) for limit in limits), reverse=True)
-        return 1 + sum(-(-need // self.backend.page_size) + 1 for need in needs[: self.seats])
+    def _scheduler_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Scheduler:
+        """A scheduler over as many pages as the longest `max_num_seqs` requests can need together, or as there is memory for.
+
+        It has no prefix cache, so that what is computed does not depend on when it is.
+        """
+        needs = []
+        for request in requests:
+            max_tokens = request.max_tokens or (request.sampling or sampling).max_tokens
+            needs.append(min(len(request.prompt_ids) + max_tokens, self.context or 1 << 40))
+        longest = sorted(needs, reverse=True)[: self.seats]
+        return self._scheduler(1 + sum(-(-need // self.backend.page_size) + 1 for need in longest))
 
     def _opened(self, stream: Stream) -> Stream:
         self._stream = stream
@@ -87,8 +90,8 @@ class NativeRollout(ModuleRollout):
         if self._stream is not None:
             raise RuntimeError("this engine has an open stream, whose pages these are: read it to its end, or close it")
 
-    def _scheduler(self, wanted: int, kind: type[AnyScheduler]) -> AnyScheduler:
-        """Over that many pages, or as many as there is memory for."""
+    def _scheduler(self, wanted: int) -> Scheduler:
+        """A scheduler over that many pages, or as many as there is memory for."""
         self._check_free()
         backend = self.backend
         if backend.num_pages < wanted:
@@ -96,16 +99,16 @@ class NativeRollout(ModuleRollout):
             backend.open(max(2, min(wanted, backend.most_pages())))
         pool = PagePool(backend.num_pages, backend.page_size)
         budget = min(self.pass_tokens, backend.most_tokens or self.pass_tokens)
-        return kind(pool, self.seats, budget, backend.lookahead, backend.mixed)
+        return Scheduler(pool, self.seats, budget, backend.lookahead, backend.mixed)
 
     @cached_property
     def backend(self) -> Backend:
         """What generates on the module's device; made when it is first needed."""
         invariant = self.config.batch_invariant
         if self.module.device.type == "cuda":
-            from lockstep.generation.gpu import backend, routed  # need Triton
+            from lockstep.generation.gpu import backend  # needs Triton
 
-            kind = routed.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
+            kind = backend.RoutedGPUBackend if self.notes_experts else backend.GPUBackend
             shape = cache_shape(self.module, kind.page_size, self.config.kv_cache_dtype)
             utilization = self.cache_share
             own = self.own_weights
@@ -113,7 +116,8 @@ class NativeRollout(ModuleRollout):
         return self._cpu_backend(invariant)
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:
-        (shape, library), utilization = self._cpu_parts, self.cache_share
+        shape, library = self._cpu_parts
+        utilization = self.cache_share
         if library is not None:
             return FusedBackend(self.module, shape, library, utilization, invariant)
         return TorchBackend(self.module, shape, utilization, invariant)
@@ -122,3 +126,16 @@ class NativeRollout(ModuleRollout):
     def _cpu_parts(self) -> tuple[CacheShape, Library | None]:
         """What the module is, found once."""
         return cache_shape(self.module, PAGE_SIZE), fused_library(self.module)
+
+
+def warm_generation(engine: NativeRollout, sampling: SamplingParams, n: int) -> None:
+    """Compile what a first generation on a GPU computes: prompts, drawing, and decode steps of every size up to `max_num_seqs` rows, for
+    `n` samples per prompt with these parameters. The engine must have its weights. It sleeps afterwards."""
+    from lockstep.generation.gpu.backend import GPUBackend  # needs Triton
+
+    prompt = torch.ones(min(_WARM_PROMPT, (engine.context or _WARM_PROMPT + 2) - 2), dtype=torch.int64)
+    for _ in engine.generate_stream([Request(prompt, (0, 0, sample)) for sample in range(2)], sampling):
+        pass
+    assert isinstance(engine.backend, GPUBackend)
+    engine.backend.warm_up(engine.seats, sampling, shares=n > 1)
+    engine.sleep()

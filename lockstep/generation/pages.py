@@ -105,7 +105,7 @@ class CacheShape:
 class KVCache:
     """The memory behind the pages: `pool` [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at 0 and values at 1."""
 
-    scales: Tensor | None = None  # of keys and values in fewer bits (float8_cache.py)
+    scales: Tensor | None = None  # of keys and values in fewer bits (Float8Cache)
     experts: Tensor | None = None
     """[num_pages, page_size, routers, k] int16: what the routers of a mixture chose for each token, where somebody wants to know."""
 
@@ -126,3 +126,20 @@ class KVCache:
         if copies:
             targets, sources = torch.tensor([list(copies), list(copies.values())], device=self.pool.device)
             self.pool[:, :, targets] = self.pool[:, :, sources]
+
+
+class Float8Cache(KVCache):
+    """See KVCache. In memory the KV heads of a page follow each other, so that a head's tokens, which are read together, fill lines.
+
+    `scales` [layers, num_pages, kv_heads, page_size, 2] bfloat16 are those of keys and values.
+    """
+
+    scales: torch.Tensor
+
+    def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        size = shape.num_layers, 2, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim
+        # Zeros: what was never written may be multiplied by 0, and must be finite.
+        self.pool = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).transpose(3, 4)
+        self.scales = torch.zeros(size[0], *size[2:5], 2, dtype=torch.bfloat16, device=device)

@@ -1,29 +1,35 @@
 """Scheduler: which samples run in the next pass, which wait, and who gives pages up when they are short. No tensors, no model.
 
-A sample is one response in the making. It is in one state: waiting (no pages), or running (has a seat and pages). A running sample has
+A sample is one response in the making. It is in one state: waiting (no pages), or running (has pages). A running sample has
 `num_cached` of its tokens in the cache; the next pass computes some or all of the others, and a token is drawn when it reaches the end. So
 prefill, decoding and recomputation after a preemption are one thing: decoding is the case of a single token that is not cached yet, in a
 sample that has drawn since it was admitted. One that has not (`is_decoding`) is still in prefill, even where a pass left it a single token.
 
 - Samples of one prompt share its pages. The first to run computes the prompt; those that start with it draw from the same logits; those
-  that find no seat yet get the prompt's pages later (the prompt holds them for them) and compute its last token again.
+  that cannot run yet get the prompt's pages later (the prompt holds them for them) and compute its last token again.
 - A shared page is never written: before a sample writes into one, it gets a copy of its own (`Pass.copies`).
-- When pages are short, prompts that nobody runs give theirs up first, then the sample that was admitted last goes back to the front of
-  the queue and is computed again later. The sample admitted first always goes on, so every request ends.
-- Who came first is admitted first, however large it is. What samples that are over leave to others is in open_scheduler.py.
+- A sample that may be continued (`keep`) leaves its pages, whole and begun, to a prompt that starts with its tokens (`resume`). What it
+  leaves is one more prompt that keeps pages while nobody runs it.
+- With a prefix cache, every sample leaves its whole pages to it when its first token is known and again when it ends.
+- When pages are short, the cache gives up first, then prompts that nobody runs, the oldest first. Then the sample that was admitted last
+  goes back to the front of the queue and is computed again later. The sample admitted first always goes on, so every request ends.
+- Who came first is admitted first, however large it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.generation.pages import PagePool
-from lockstep.generation.prompt import Prompt
+from lockstep.generation.prefix_cache import Node, PrefixCache
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.config.sampling import SamplingParams
     from lockstep.generation.scores import Scores
     from lockstep.workers.rollout.request import Stopping
@@ -32,6 +38,21 @@ PENDING = -1
 """A token that is promised and not known yet: the GPU's host plans ahead of it."""
 SCORED_COST = 4
 """A token of a prompt whose log-prob is wanted counts as so many of a pass: it has a row of logits, which is what takes memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The tokens that some samples start with."""
+
+    ids: list[int]
+    num_waiting: int = 0
+    """Its samples that are not running."""
+    pages: list[int] = field(default_factory=list)
+    """Pages that are kept for those."""
+    num_kept: int = 0
+    """How many tokens these hold."""
+    known: Node | None = None
+    """Up to where the prefix cache is known to have its tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +84,8 @@ class Sample:
     """Whether it may be continued."""
     scores: Scores | None = None
     """Log-probs that it was asked for beside those of its tokens."""
+    experts: Callable[[int], Tensor] | None = None
+    """What gives the experts of so many of its tokens, after its end, where they are recorded (`Scheduler.read_experts`)."""
     left: tuple[list[int], int] | None = None
     """Pages that it held at its end, and how many tokens they hold, until its tokens are known."""
 
@@ -141,22 +164,32 @@ class Scheduler:
     """Whether the weights have changed: whoever runs the passes takes in what was computed, and stops."""
     num_unsettled: int = 0
     """Samples that were taken out and hold pages until `settle`."""
+    read_experts: Callable[[Sample], Callable[[int], Tensor]] | None = None
+    """Called with each sample before it gives its pages up, where experts of a mixture are recorded."""
     longest: int | None = None
     """The most tokens that a sample can come to have; None: those that wait now are all there will be."""
 
     def __init__(
-        self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 1, mixed: bool = True
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        lookahead: int = 1,
+        mixed: bool = True,
+        *,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead = lookahead
         self.mixed = mixed
+        self.cache = cache
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         """In the order of admission."""
         self.num_preemptions = 0
-        self._kept: dict[Prompt, None] = {}
+        self._keepers: dict[Prompt, None] = {}
         """The prompts that keep pages, the oldest first."""
         self._not_yet: set[Prompt] = set()
         """Those of them whose pages are filled by the pass that is being planned: nobody can go on from them before it is over."""
@@ -164,6 +197,8 @@ class Scheduler:
         """Pages that the running samples can come to hold, shared ones counted for each."""
         self._num_keeping = [0] * pool.num_pages
         """Page -> prompts that keep it."""
+        self._continuable: dict[int, Prompt] = {}
+        """What samples that may be continued have left, by their indices."""
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Queue samples; those of one prompt should stand together."""
@@ -205,16 +240,32 @@ class Scheduler:
 
     def append(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """The pass has drawn these tokens for a sample, and cached all but the last."""
+        is_confirmed = self.cache is not None and not sample.tokens and tokens[0] != PENDING and math.isfinite(log_probs[0])
+        if is_confirmed:
+            self.confirm(sample)
         sample.tokens += tokens
         sample.log_probs += log_probs
         sample.num_cached = len(sample.prompt.ids) + len(sample.tokens) - 1
         sample.is_decoding = True
 
     def confirm(self, sample: Sample) -> None:
-        """The first token of a sample is known, and its log-prob is finite: so is all that was computed of its prompt."""
+        """The first token of a sample is known, and its log-prob is finite: so is all that was computed of its prompt.
+
+        Before this nobody may start with its pages: a number that is not finite spreads to tokens before it.
+        """
+        if self.cache is not None and sample.pages:
+            sample.prompt.known = self.cache.insert(sample.prompt.ids, sample.pages, sample.prompt.known)
 
     def finish(self, sample: Sample) -> None:
-        """Take a sample out, running or waiting."""
+        """Take a sample out, running or waiting.
+
+        What it leaves to others stays until `settle`: the GPU's host takes a sample out before it knows the last tokens.
+        """
+        if self.read_experts is not None and sample.pages and sample.num_cached:
+            sample.experts = self.read_experts(sample)
+        if sample.pages and (self.cache is not None or sample.keep) and not self.in_one_shape:
+            sample.left = self.pool.share(sample.pages), sample.num_cached
+            self.num_unsettled += 1
         if sample.pages:
             self._end(sample)
         else:
@@ -222,8 +273,31 @@ class Scheduler:
             self._leave_queue(sample)
 
     def settle(self, sample: Sample, reason: str) -> None:
-        """All tokens of a sample that was taken out are known, and why it ended."""
-        return
+        """All tokens of a sample that was taken out are known, and why it ended: others may use what it leaves."""
+        if sample.left is None:
+            return
+        pages, cached = sample.left
+        sample.left = None
+        self.num_unsettled -= 1
+        # Of a sample that was aborted before its first token nobody knows whether its numbers are finite.
+        cached = min(cached, len(sample) - 1) if sample.tokens else 0
+        if reason != "error":
+            self._leave(sample, pages, cached)
+        elif self.cache is not None:
+            self.cache.forget(pages)
+        self.pool.release(pages)
+
+    def _leave(self, sample: Sample, pages: list[int], cached: int) -> None:
+        """Leave the first `cached` tokens in `pages` to the prefix cache and to samples that continue this one."""
+        known = sample.prompt.known
+        ids = sample.prompt.ids + sample.tokens
+        whole = cached // self.pool.page_size
+        if self.cache is not None and not self.cache.ends_with(known, whole):
+            known = self.cache.insert(ids, pages[:whole], known)
+        if sample.keep:
+            left = Prompt(ids, known=known)
+            self._continuable[sample.index] = left
+            self._keep(left, pages[: self.pool.pages_for(cached)], cached)
 
     def abort(self, indices: Set[int]) -> list[Sample]:
         """Take the samples of these requests out; returns those that there were."""
@@ -231,6 +305,46 @@ class Scheduler:
         for sample in found:
             self.finish(sample)
         return found
+
+    # -- what samples leave to others --------------------------------------------------------------------------------------
+
+    def ids_before(self, index: int) -> list[int] | None:
+        """Return the tokens of a sample that was added with `keep`; None unless it has ended and is not released."""
+        left = self._continuable.get(index)
+        return None if left is None else left.ids
+
+    def resume(self, prompt: Prompt, index: int) -> None:
+        """Give a prompt that is about to be added, and starts with the tokens of the kept sample `index`, what that sample left."""
+        left = self._continuable.get(index)
+        prompt.known = left.known if left is not None else None
+        if left is not None and left.pages:
+            self._keep(prompt, left.pages, left.num_kept)
+            self._keepers[left] = self._keepers.pop(left)  # the youngest now
+            self._give_begun_page(left)
+
+    def _give_begun_page(self, left: Prompt) -> None:
+        """Take its last page from `left` if it is not full: who goes on in it then needs no copy. Another computes those tokens again."""
+        whole = left.num_kept // self.pool.page_size
+        begun = left.pages[whole:]
+        left.pages = left.pages[:whole]
+        self._let_go(begun)
+        left.num_kept = whole * self.pool.page_size
+
+    def release(self, index: int) -> None:
+        """Forget what a kept sample left: no sample continues it any more."""
+        left = self._continuable.pop(index, None)
+        if left is not None:
+            self._drop(left)
+
+    def forget(self) -> None:
+        """Forget all that was computed, because the weights have changed. What runs starts anew, with its tokens."""
+        for sample in reversed(list(self.running)):
+            self._preempt(sample)
+        for prompt in list(self._keepers):
+            self._drop(prompt)
+        if self.cache is not None:
+            self.cache.clear()
+        self.is_stale = False
 
     # -- prefill -----------------------------------------------------------------------------------------------------------
 
@@ -246,7 +360,7 @@ class Scheduler:
             budget -= cost
 
     def _admit(self, sample: Sample, made: Pass, budget: int) -> int:
-        """Give the first waiting sample a seat; returns what its row costs of the budget, 0 if it has to wait.
+        """Let the first waiting sample run; return what its row costs of the budget, 0 if it has to wait.
 
         It gets pages for all of its tokens at once, even where the budget cuts them into several passes: no prefill is given up half-way.
         """
@@ -273,8 +387,19 @@ class Scheduler:
         return self._add_row(sample, made, budget)
 
     def _start_of(self, sample: Sample) -> tuple[list[int], int]:
-        """Pages that the sample can begin with, and how many of its tokens they hold."""
-        return sample.prompt.pages, sample.prompt.num_kept
+        """Pages that the sample can begin with, its prompt's or the prefix cache's, and how many of its tokens they hold."""
+        pages = sample.prompt.pages
+        num_kept = sample.prompt.num_kept
+        size = self.pool.page_size
+        if self.cache is None or sample.most_reused // size * size <= num_kept:  # it could not have more
+            return pages, num_kept
+        # Whole pages, and not the one of the last token: nothing of the cache is ever written.
+        ids = sample.prompt.ids if not sample.tokens else sample.slice(0, sample.most_reused)
+        found = self.cache.match(ids, sample.most_reused // size, sample.prompt.known)
+        if not sample.tokens:
+            sample.prompt.known = self.cache.last_of(found)
+        num_found = len(found) * size
+        return (found, num_found) if num_found > num_kept else (pages, num_kept)
 
     def _add_row(self, sample: Sample, made: Pass, budget: int) -> int:
         """Add the sample's next tokens within the budget; returns what they cost of it."""
@@ -382,13 +507,13 @@ class Scheduler:
         prompt.num_kept = num_tokens
         for page in pages:
             self._num_keeping[page] += 1
-        self._kept[prompt] = None
+        self._keepers[prompt] = None
 
     def _drop(self, prompt: Prompt) -> None:
         self._let_go(prompt.pages)
         prompt.pages = []
         prompt.num_kept = 0
-        self._kept.pop(prompt, None)
+        self._keepers.pop(prompt, None)
 
     def _let_go(self, pages: list[int]) -> None:
         """A prompt no longer keeps these."""
@@ -398,15 +523,23 @@ class Scheduler:
 
     def _num_idle(self, page: int) -> int:
         """How many hold the page without running."""
-        return self._num_keeping[page]
+        return self._num_keeping[page] + (self.cache is not None and page in self.cache)
 
     def _has_free(self, count: int) -> bool:
+        missing = count - self.pool.num_free
+        if missing > 0 and self.cache is not None:
+            self.cache.evict(missing)
         return self.pool.num_free >= count
 
     def _drop_kept_pages(self, own: Prompt, missing: int) -> bool:
-        """Give up what one prompt keeps of pages that nobody runs with; False if there are none. The prompt `own`, whose page may become
-        writable by it, comes last. A page is free when the last of those that keep it has given it up; `missing` are wanted."""
-        for prompt in self._kept:
+        """Give up pages that nobody runs with: of the prefix cache, else of one prompt; return False if there are none.
+
+        The prompt `own`, whose page may become writable by it, comes last. A page is free when the last prompt that keeps it has given it
+        up; `missing` are wanted.
+        """
+        if self.cache is not None and self.cache.evict(missing):
+            return True
+        for prompt in self._keepers:
             if prompt is not own and any(self.pool.num_holders(page) == self._num_idle(page) for page in prompt.pages):
                 self._drop(prompt)
                 return True

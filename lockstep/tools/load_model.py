@@ -218,7 +218,7 @@ def load_module(config: ModelConfig, attention: str) -> PreTrainedModel:
     from lockstep.models.load import Head, load_model, share_structure
     from lockstep.models.lora import Lora
 
-    # Generation packs no rows: the engine has a check of its own (generation/probe.py), and transformers' own attention needs none.
+    # Generation packs no rows: the engine has a check of its own (generation/model_support.py), and transformers' own attention needs none.
     model = load_model(config, Head.LANGUAGE_MODEL, seed=0, packs=False)
     merged = share_structure(model, attention)
     if config.lora_adapter_path is not None:

@@ -20,7 +20,7 @@ from lockstep.config.sampling import SamplingParams
 from lockstep.data.encoder import truncate
 from lockstep.errors import DataError
 from lockstep.generation.engine import NativeRollout
-from lockstep.generation.open_scheduler import OpenScheduler
+from lockstep.generation.scheduler import Scheduler
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.rollout.hf import HFRollout
 
@@ -80,7 +80,7 @@ def test_episodes_at_random_are_what_forward_passes_say_whatever_the_timing_and_
     case.check(engine.plain, episodes, fed, temperature=1.0)
     again = case.play(engine, tokenizer, temperature=1.0, delay=0.0, max_environments=1)
     assert [plain(e) for e in again] == [plain(e) for e in episodes]
-    monkeypatch.setattr(OpenScheduler, "resume", lambda *arguments: None)
+    monkeypatch.setattr(Scheduler, "resume", lambda *arguments: None)
     anew = case.play(engine, tokenizer, temperature=1.0, delay=0.01)
     assert [plain(e) for e in anew] == [plain(e) for e in episodes]
 

@@ -11,7 +11,7 @@ from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model, tiny_model
 
 from lockstep.errors import ConfigError
-from lockstep.generation.cpu import fused, paged
+from lockstep.generation.cpu import fused_backend, paged_attention
 from lockstep.generation.cpu.passes import PassBackend
 from lockstep.generation.engine import NativeRollout
 from lockstep.generation.pages import KVCache
@@ -172,8 +172,8 @@ def test_what_is_in_pages_that_nobody_has_written_does_not_matter(
 ) -> None:
     """The C functions, the module with their attention, and PyTorch alone; with a window and soft-capped scores."""
     if not compiled:
-        monkeypatch.setattr(fused, "library", lambda: None)
-        monkeypatch.setattr(paged, "library", lambda: None)
+        monkeypatch.setattr(fused_backend, "library", lambda: None)
+        monkeypatch.setattr(paged_attention, "library", lambda: None)
     path = save_tiny_model(tmp_path, model_type, **FAMILIES[model_type])
     done = []
     for content in (0.0, torch.nan):

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.sampling import SamplingParams
-from lockstep.generation.cpu.backend import TorchBackend
 from lockstep.generation.cpu.passes import PAGE_SIZE
+from lockstep.generation.cpu.torch_backend import TorchBackend
 from lockstep.generation.engine import NativeRollout
-from lockstep.generation.open_scheduler import OpenScheduler
-from lockstep.generation.open_stream import OpenStream
-from lockstep.generation.probe import cache_shape
+from lockstep.generation.model_support import cache_shape
+from lockstep.generation.scheduler import Scheduler
+from lockstep.generation.stream import NativeStream
 from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.models.lora import AdaptedLinear
@@ -88,11 +88,11 @@ class Plain(NativeRollout):
         return self._plain
 
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        scheduler = self._scheduler(self._pages_for(requests, sampling), OpenScheduler)
+        scheduler = self._scheduler(self._pages_for(requests, sampling), Scheduler)
         return self._opened(_PlainStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
 
-class _PlainStream(OpenStream):
+class _PlainStream(NativeStream):
     """Random numbers count from where `Whole` says."""
 
     def _job(self, index: int, request: Request) -> Job | str:

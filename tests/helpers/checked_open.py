@@ -1,4 +1,4 @@
-"""An OpenScheduler that counts, at every pass, who holds each page."""
+"""An Scheduler that counts, at every pass, who holds each page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from helpers.fake_model import FakeModel
 from helpers.plain_scheduler import CheckedPool
-from lockstep.generation.open_scheduler import OpenScheduler
 from lockstep.generation.prefix_cache import PrefixCache
-from lockstep.generation.scheduler import Pass, Sample
+from lockstep.generation.scheduler import Pass, Sample, Scheduler
 
 
-class CheckedOpen(OpenScheduler):
+class CheckedOpen(Scheduler):
     """Over the pages of a FakeModel, with or without a prefix cache."""
 
     def __init__(self, model: FakeModel, *args: Any, cached: bool) -> None:
@@ -39,7 +38,7 @@ class CheckedOpen(OpenScheduler):
         for sample in self._seen:
             held.update(sample.pages)
             held.update(sample.left[0] if sample.left else [])
-        for prompt in self._kept:
+        for prompt in self._keepers:
             held.update(prompt.pages)
         held.update(list(self.cache._nodes) if self.cache is not None else [])
         assert all(self.pool.num_holders(page) == held[page] for page in range(1, self.pool.num_pages))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from helpers.fake_model import FakeModel
-from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.paged_attention import StepBatch
 from lockstep.generation.cpu.passes import PassBackend
 
 

@@ -237,7 +237,7 @@ class CheckedScheduler(Scheduler):
         assert [s.index for s in self.running] == [s.index for s in plain.running]
         number: dict[_Page, int] = {}
         pairs = [(mine.pages, theirs.pages) for mine, theirs in zip(self.running, plain.running, strict=True)]
-        assert list(self._kept) == list(plain.kept)
+        assert list(self._keepers) == list(plain.kept)
         for prompt, (pages, tokens) in plain.kept.items():
             assert prompt.num_kept == tokens
             pairs.append((prompt.pages, pages))

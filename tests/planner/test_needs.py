@@ -24,7 +24,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.engine import EngineChoice, FSDPConfig, MegatronConfig, ModelConfig
 from lockstep.config.reward import RewardModelConfig
 from lockstep.errors import DataError
-from lockstep.generation.probe import cache_shape
+from lockstep.generation.model_support import cache_shape
 from lockstep.models.attention import CACHED
 from lockstep.models.load import Head
 from lockstep.planner.choices import choose_rollout, place_policy, place_training

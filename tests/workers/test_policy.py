@@ -13,7 +13,7 @@ from helpers.tiny import save_tiny_model
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.engine import ModelConfig
-from lockstep.generation.family import check_small_cache_config
+from lockstep.generation.model_support import check_small_cache_config
 from lockstep.workers.policy import ActorPart, choose_rollout, make_rollout_part
 from lockstep.workers.rollout import registry
 

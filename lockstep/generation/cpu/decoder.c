@@ -12,7 +12,7 @@ void attention_share(const float *q, const void *k, const void *v, const int32_t
                      const float *sinks, int64_t q_stride, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t width,
                      int64_t window, int64_t half, float scale, float softcap, int64_t to_half);
 
-// What a layer is made of: addresses, in the order of whole.py.
+// What a layer is made of: addresses, in the order of fused_backend.py.
 typedef struct {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm;
     product qkv, out, gate_up, down;

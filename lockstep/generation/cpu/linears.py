@@ -1,7 +1,7 @@
 """PackedLinear: copies of linear layers' weights in the panels of `linear.c`, for the time of one generation.
 
 A matrix product with few rows spends much of its time on rearranging the weight. Decoding makes thousands of them with the same weight, so
-it is rearranged once; prepacked.py does it for models that the C functions do not compute.
+it is rearranged once; torch_backend.py does it for models that the C functions do not compute.
 """
 
 from collections.abc import Sequence

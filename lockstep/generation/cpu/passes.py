@@ -1,10 +1,13 @@
-"""PassBackend: compute a pass, wait for it, look, and plan the next. How a pass is computed is left to backend.py and fused.py."""
+"""PassBackend: compute a pass, wait for it, look, and plan the next. torch_backend.py and fused_backend.py say how a pass is computed."""
+
+from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,14 +15,17 @@ from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend, Event, TakeAborts
-from lockstep.generation.cpu.each import OPTIONS, draw_each, scored_step
-from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.paged_attention import StepBatch
 from lockstep.generation.pages import CacheShape, KVCache
 from lockstep.generation.scheduler import Pass, Sample, Scheduler
-from lockstep.generation.scores import scored_rows
+from lockstep.generation.scores import places_of, scored_rows, take_scores, top_of, with_drawn
 from lockstep.observability.spans import running
 from lockstep.utils.device import available_ram
 from lockstep.workers.rollout.sampling import sample, uniforms
+
+if TYPE_CHECKING:
+    from lockstep.generation.scheduler import Sample
+
 
 PAGE_SIZE = 16
 """Tokens per page on the CPU: little is lost in a last page that is not full, and a page is still copied in one stretch."""
@@ -28,6 +34,8 @@ _RAM_SHARE = 0.5
 _MOST_TOKENS = 480
 """Tokens of a pass on the CPU: with more, activations leave the cache between one operation and the next. Five times the 96 rows that
 linear.c multiplies together: 512, in tiles that are not full, take 2 % longer each."""
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""The sampling parameters that decide how a row is drawn."""
 
 
 def batch_of(planned: Pass, page_size: int) -> StepBatch:
@@ -118,7 +126,7 @@ class PassBackend(Backend):
     def step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Compute a pass and draw: tokens [S] int64 and log-probs [S] float32, not finite where the logits are not."""
         if any(drawn.scores is not None for drawn in batch.draws) or batch.scored:
-            return scored_step(self, batch, sampling)
+            return self._scored_step(batch, sampling)
         if not len(batch.sample_from):
             self.forward(batch, batch.sample_from)
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
@@ -135,7 +143,7 @@ class PassBackend(Backend):
     def draw(self, logits: Tensor, draws: Sequence[Sample], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs [S] of these samples, from their logits [S, vocabulary]."""
         if any(drawn.params is not None for drawn in draws):
-            return draw_each(self, logits, draws, sampling)
+            return self._draw_each(logits, draws, sampling)
         tokens, log_probs = self.draw_alike(logits, draws, sampling)
         return tokens.cpu(), log_probs.cpu()
 
@@ -145,6 +153,36 @@ class PassBackend(Backend):
         size = 1 if self._invariant else len(logits)
         parts = [_sample(logits, uniform, draws, params, slice(row, row + size)) for row in range(0, len(logits), size)]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+    def _scored_step(self, batch: StepBatch, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """`step` of a pass with samples that want more log-probs: they get them."""
+        wanted = torch.cat([batch.sample_from, torch.tensor(places_of(batch.scored), dtype=torch.int64)])
+        logits = self.logits_of(batch, wanted)
+        own = logits[: len(batch.draws)]
+        prompts = logits[len(batch.draws) :]
+        if batch.scored:
+            take_scores(batch.scored, prompts, [(row.sample.params or sampling).temperature for row in batch.scored])
+        if not batch.draws:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        tokens, log_probs = self.draw(own, batch.draws, sampling)
+        for row, drawn in enumerate(batch.draws):
+            if drawn.scores is not None and drawn.scores.top:
+                top = top_of(own[row], drawn.scores.top, (drawn.params or sampling).temperature)
+                drawn.scores.response.append(with_drawn(top, int(tokens[row]), float(log_probs[row])))
+        return tokens, log_probs
+
+    def _draw_each(self, logits: Tensor, draws: Sequence[Sample], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """`draw` of samples with parameters of their own: those that have the same are drawn together."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        params = [drawn.params or sampling for drawn in draws]
+        for row, own in enumerate(params):
+            groups.setdefault(tuple(getattr(own, name) for name in OPTIONS), []).append(row)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        log_probs = torch.empty(len(logits))
+        for rows in groups.values():
+            drawn = self.draw_alike(logits[rows], [draws[row] for row in rows], params[rows[0]])
+            tokens[rows], log_probs[rows] = (x.cpu() for x in drawn)
+        return tokens, log_probs
 
 
 def numbers_of(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 # (Triton kernels take no Python types.)
 """Attention of one new token per sequence over its pages (Triton).
 
-The layout is that of `native/pages.py`: `k_pages`, `v_pages` [pages, page_size, kv_heads, D], `page_table` [rows, width] int32,
+The layout is that of `generation/pages.py`: `k_pages`, `v_pages` [pages, page_size, kv_heads, D], `page_table` [rows, width] int32,
 `context_lens` [rows] int32 tokens in the cache before this step. The new token's key and value are stored first (`store_kv`), so a row
 attends to context + 1 tokens. Pages of fewer bits come with `scales` (tiles.py), and are made numbers of
 the queries' type.

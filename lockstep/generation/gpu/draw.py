@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.generation.gpu.filters import Filter, Kept, chunk_sums, keep
+from lockstep.generation.gpu.filters import Filter, FilteredLogits, chunk_sums, keep
 from lockstep.generation.gpu.rows import RING, RowState
 
 
@@ -41,7 +41,7 @@ def draw(logits: Tensor, rows: RowState, first: int, kind: Filter | None = None)
             logits, rows.chunk_max, rows.chunk_sum, rows.inverse_temperature, vocabulary, logits.stride(0), chunks, first,
             CHUNK=chunk, num_warps=4,
         )  # fmt: skip
-        kept = Kept(logits, rows.chunk_max, rows.chunk_max, rows.chunk_sum)
+        kept = FilteredLogits(logits, rows.chunk_max, rows.chunk_max, rows.chunk_sum)
     else:
         kept = keep(logits, rows, first, kind, chunk)
     _pick[(count,)](

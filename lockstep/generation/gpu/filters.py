@@ -66,7 +66,7 @@ def note_tokens(rows: RowState, first: int, count: int) -> None:
     rows.counts[here].scatter_add_(1, token, (rows.done[here, None] == RUNNING).short())
 
 
-class Kept(NamedTuple):
+class FilteredLogits(NamedTuple):
     """What a draw from the tokens that are left needs."""
 
     logits: Tensor
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     """[count, chunks], of the tokens that are left."""
 
 
-def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -> Kept:
+def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -> FilteredLogits:
     """What of `logits` [count, vocabulary] may be drawn by the rows `first`... Writes RowState.chunk_max and chunk_sum of all of it."""
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, chunk)
@@ -103,7 +103,7 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
         )  # fmt: skip
     cut = torch.empty(count, device=logits.device)
     if not kind.truncates:
-        return Kept(source, cut, chunk_max, chunk_sum)
+        return FilteredLogits(source, cut, chunk_max, chunk_sum)
     block = max(1, chunk // _LINES)  # a sample is of whole chunks, whose sums are known
     kept_sum = torch.empty_like(chunk_sum)
     collected = torch.empty(count, _COLLECTED, device=logits.device)
@@ -117,7 +117,7 @@ def keep(logits: Tensor, rows: RowState, first: int, kind: Filter, chunk: int) -
         source, chunk_max, kept_sum, cut, rows.inverse_temperature, vocabulary, source.stride(0), chunks, first,
         SCALED=kind.penalises, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
-    return Kept(source, cut, chunk_max, kept_sum)
+    return FilteredLogits(source, cut, chunk_max, kept_sum)
 
 
 @triton.jit

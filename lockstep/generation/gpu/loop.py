@@ -41,8 +41,8 @@ _WORTH_SHARING = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
-    """A sample on the device."""
+class _Entry:
+    """A sample in the batch on the device."""
 
     sample: Sample
     held: list[int]
@@ -58,16 +58,16 @@ class _Seat:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the sample still has the pages that it was seated with."""
+        """Whether the sample still has the pages that it was taken in with."""
         return self.sample.pages is self.held
 
 
 @dataclass(slots=True)
 class _Interval:
-    """Outputs of the rows that were `seats`, on their way to the host: `RowState.outputs`, and where somebody wants them ids and log-probs
-    of the most likely tokens."""
+    """Outputs of the rows that were `entries`, on their way to the host: `RowState.outputs`, and where a request wants them ids and
+    log-probs of the most likely tokens."""
 
-    seats: list[_Seat]
+    entries: list[_Entry]
     outputs: list[Tensor]
     ready: Any
 
@@ -101,18 +101,18 @@ class GenerationLoop:
         self._device = rows.token.device
         self._sampling = sampling
         rows.clear()
-        self._seats: list[_Seat] = []
+        self._batch: list[_Entry] = []
         """The sample of each row, from row 0. All rows after them are padding."""
         self._in_flight: deque[_Interval] = deque()
         self._group_limit = group_limit(decoder.num_heads, cache.shape.num_kv_heads)
-        self._grouped: list[_Seat] | None = None
-        """The seats that `RowState.shared` was made for."""
+        self._grouped: list[_Entry] | None = None
+        """The entries that `RowState.shared` was made for."""
         self._shares = False
         self._options = _options(sampling)
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._keep = make_filter(sampling)
         """What says which tokens may be drawn."""
-        self._most_seats = 0
+        self._most_rows = 0
         """Rows that have been in use together so far."""
         self._is_special = self._keeps_top = False
         """Whether rows have parameters of their own or want more log-probs, and whether some want those of the most likely tokens."""
@@ -146,10 +146,10 @@ class GenerationLoop:
                 copy_pages(self._cache.scales[:, None], sources, targets)
             if self._cache.experts is not None:
                 self._cache.experts[targets] = self._cache.experts[sources]
-        seats = {id(seat.sample): seat for seat in self._seats if seat.goes_on}
+        entries = {id(entry.sample): entry for entry in self._batch if entry.goes_on}
         leave = 1
-        if planned.rows and all(id(row.sample) in seats for row in planned.rows):
-            self._decode([seats[id(row.sample)] for row in planned.rows])
+        if planned.rows and all(id(row.sample) in entries for row in planned.rows):
+            self._decode([entries[id(row.sample)] for row in planned.rows])
         elif planned.rows:
             if any(PENDING in row.sample.tokens for row in planned.rows):
                 self._send_unsent()
@@ -168,27 +168,27 @@ class GenerationLoop:
         self._send_unsent()
         yield from self._read(leave=0)
         for sample in self._scheduler.abort(indices):
-            for seat in self._seats:
-                seat.over |= seat.sample is sample
+            for entry in self._batch:
+                entry.over |= entry.sample is sample
             yield sample, "abort"
 
     # -- enqueue -----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, seats: list[_Seat]) -> None:
-        if len(seats) < len(self._seats):
-            self._move([seat for seat in self._seats if seat.goes_on])
-        assert len(seats) == len(self._seats), "a running sample was left out of a decoding pass"
+    def _decode(self, entries: list[_Entry]) -> None:
+        if len(entries) < len(self._batch):
+            self._move([entry for entry in self._batch if entry.goes_on])
+        assert len(entries) == len(self._batch), "a running sample was left out of a decoding pass"
         self._update_page_table()
-        left = [seat.sample.limits.max_tokens - len(seat.sample.tokens) for seat in self._seats]
+        left = [entry.sample.limits.max_tokens - len(entry.sample.tokens) for entry in self._batch]
         count = min(self._scheduler.lookahead, max(left))
-        self._most_seats = max(self._most_seats, len(seats))
-        size = self._rows.capacity if self._batch_invariant else bucket(len(seats))
+        self._most_rows = max(self._most_rows, len(entries))
+        size = self._rows.capacity if self._batch_invariant else bucket(len(entries))
         shares = self._share_prefixes()
         # Only in a stream, as in `_prefill`.
-        longest = 0 if self._scheduler.longest is None or self._batch_invariant else max(len(seat.sample) for seat in self._seats)
+        longest = 0 if self._scheduler.longest is None or self._batch_invariant else max(len(entry.sample) for entry in self._batch)
         self._runner.steps(size, count, self._keep, shares, self._keeps_top, longest >= _LONG and not shares)
-        for seat, remaining in zip(list(self._seats), left, strict=True):
-            self._promise(seat.sample, min(count, remaining))
+        for entry, remaining in zip(list(self._batch), left, strict=True):
+            self._promise(entry.sample, min(count, remaining))
         self._send_outputs()
 
     def _prefill(self, rows: list[PassRow]) -> None:
@@ -229,7 +229,7 @@ class GenerationLoop:
             if not row.draws:
                 self._scheduler.advance(row)
         if draws:
-            first = self._seat([sample for _, sample in draws])
+            first = self._entry([sample for _, sample in draws])
             numbers = [number for number, _ in draws]
             is_each = numbers == list(range(len(rows)))
             chosen = logits[: len(rows)] if is_each else logits[self._upload(np.array(numbers))]
@@ -245,15 +245,15 @@ class GenerationLoop:
         if len(sample.tokens) >= sample.limits.max_tokens:
             self._scheduler.finish(sample)
 
-    def _seat(self, samples: list[Sample]) -> int:
+    def _entry(self, samples: list[Sample]) -> int:
         """Rows for samples that begin, behind those that go on; returns the first. Their pages follow with the next decode."""
-        self._move([seat for seat in self._seats if seat.goes_on])
-        first = len(self._seats)
-        self._seats += [_Seat(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in samples]
+        self._move([entry for entry in self._batch if entry.goes_on])
+        first = len(self._batch)
+        self._batch += [_Entry(s, s.pages, read=len(s.tokens), sent=len(s.tokens)) for s in samples]
         if self._is_special or any(s.params is not None or s.scores is not None for s in samples):
             self._choose_steps()
         rows = self._rows
-        here = slice(first, len(self._seats))
+        here = slice(first, len(self._batch))
         # The draw adds one to the context: after it, all of the sample but the drawn token is in the cache.
         ints, floats = zip(*(self._numbers(s) for s in samples), strict=True)
         tokens = [(s.tokens or s.prompt.ids)[-1] for s in samples]
@@ -282,7 +282,7 @@ class GenerationLoop:
 
     def _choose_steps(self) -> None:
         """Which filter the rows need, and whether the most likely tokens are noted. Called while there is something special about one."""
-        samples = [seat.sample for seat in self._seats]
+        samples = [entry.sample for entry in self._batch]
         rows = self._rows
         own = [sample.params for sample in samples if sample.params is not None]
         self._keep = make_filter(*own, *([] if own and len(own) == len(samples) else [self._sampling]))
@@ -298,37 +298,37 @@ class GenerationLoop:
         """Tell the device which pages its rows have got."""
         changes: tuple[list[int], list[int], list[int]] = [], [], []  # row, column, page
         page_size = self._cache.shape.page_size
-        for row, seat in enumerate(self._seats):
-            known = seat.known
-            held = seat.held
+        for row, entry in enumerate(self._batch):
+            known = entry.known
+            held = entry.held
             # Only the page that the next token falls into can have been replaced, by a copy of its own.
-            start = seat.sample.num_cached // page_size
+            start = entry.sample.num_cached // page_size
             if start >= len(known) or known[start] == held[start]:
                 start = len(known)
             if start < len(held):
                 for whole, own in zip(changes, ([row] * (len(held) - start), range(start, len(held)), held[start:]), strict=True):
                     whole.extend(own)
-                seat.known = list(held)
+                entry.known = list(held)
         if changes[0]:
             row_index, column_index, pages = self._upload(np.array(changes))
             self._rows.page_table[row_index, column_index] = pages.int()
 
     def _share_prefixes(self) -> bool:
         """Whether reading shared pages once pays for the rows as they are; if so, the device knows the groups."""
-        if self._batch_invariant or num_splits(bucket(len(self._seats)), self._cache.shape.num_kv_heads) > 1:
+        if self._batch_invariant or num_splits(bucket(len(self._batch)), self._cache.shape.num_kv_heads) > 1:
             return False
-        if self._grouped == self._seats:
+        if self._grouped == self._batch:
             return self._shares
-        self._grouped = list(self._seats)
+        self._grouped = list(self._batch)
         groups: list[tuple[int, int, int]] = []  # first row, rows, tokens
         page_size = self._cache.shape.page_size
         row = 0
-        while row < len(self._seats):
-            leader = self._seats[row]
+        while row < len(self._batch):
+            leader = self._batch[row]
             count = 1
             pages = len(leader.sample.prompt.ids) // page_size
-            while pages and count < self._group_limit and row + count < len(self._seats):
-                other = self._seats[row + count]
+            while pages and count < self._group_limit and row + count < len(self._batch):
+                other = self._batch[row + count]
                 if other.sample.prompt is not leader.sample.prompt or other.held[:pages] != leader.held[:pages]:
                     break
                 count += 1
@@ -336,10 +336,10 @@ class GenerationLoop:
                 groups.append((row, count, pages * page_size))
             row += count
         saved = sum((count - 1) * tokens for _, count, tokens in groups)
-        self._shares = saved > _WORTH_SHARING * sum(len(seat.sample) for seat in self._seats)
+        self._shares = saved > _WORTH_SHARING * sum(len(entry.sample) for entry in self._batch)
         if self._shares:
             shared = self._rows.shared
-            size = bucket(len(self._seats))
+            size = bucket(len(self._batch))
             tokens = np.zeros(size, dtype=np.int32)
             for first, count, length in groups:
                 tokens[first : first + count] = length
@@ -349,29 +349,29 @@ class GenerationLoop:
             shared.tokens[:size] = self._upload(tokens)
         return self._shares
 
-    def _move(self, seats: list[_Seat]) -> None:
-        """Keep only `seats`, a part of the present ones in their order, in the first rows; the rows after them become padding."""
-        if len(seats) == len(self._seats):
+    def _move(self, entries: list[_Entry]) -> None:
+        """Keep only `entries`, a part of the present ones in their order, in the first rows; the rows after them become padding."""
+        if len(entries) == len(self._batch):
             return
         self._send_unsent()
-        row_of = {id(seat): row for row, seat in enumerate(self._seats)}
-        order = [row_of[id(seat)] for seat in seats]
-        padding = bucket(len(self._seats)) - len(order)
+        row_of = {id(entry): row for row, entry in enumerate(self._batch)}
+        order = [row_of[id(entry)] for entry in entries]
+        padding = bucket(len(self._batch)) - len(order)
         if order:
             self._rows.gather(self._upload(np.array(order + [self._rows.capacity] * padding, dtype=np.int64)))
         else:
             self._rows.clear(padding)
-        self._seats = seats
+        self._batch = entries
         if self._is_special:
             self._choose_steps()
 
     def _send_unsent(self) -> None:
-        if any(seat.sent < len(seat.sample.tokens) and not seat.over for seat in self._seats):
+        if any(entry.sent < len(entry.sample.tokens) and not entry.over for entry in self._batch):
             self._send_outputs()
 
     def _send_outputs(self) -> None:
         rows = self._rows
-        count = len(self._seats)
+        count = len(self._batch)
         outputs = [rows.outputs(count)]
         if self._keeps_top and rows.top_ids is not None and rows.top_log_probs is not None:
             outputs += [rows.top_ids[:count], rows.top_log_probs[:count]]
@@ -382,20 +382,20 @@ class GenerationLoop:
             ready.record()
         else:
             outputs = [tensor.clone() for tensor in outputs]
-        for seat in self._seats:
-            seat.sent = len(seat.sample.tokens)
-        self._in_flight.append(_Interval(list(self._seats), outputs, ready))
+        for entry in self._batch:
+            entry.sent = len(entry.sample.tokens)
+        self._in_flight.append(_Interval(list(self._batch), outputs, ready))
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
     def _prepare_smaller(self) -> None:
         """Use the time until the device has something to read: where rows have begun to leave, smaller batches will be needed."""
-        if self._batch_invariant or not 0 < len(self._seats) < self._most_seats:
+        if self._batch_invariant or not 0 < len(self._batch) < self._most_rows:
             return
         heads = self._cache.shape.num_kv_heads
         kinds = []
-        for size in buckets(len(self._seats))[1:]:
+        for size in buckets(len(self._batch))[1:]:
             kinds.append((size, self._keep, self._shares and num_splits(size, heads) == 1, self._keeps_top, False))
         self._runner.prepare(kinds)
 
@@ -409,11 +409,11 @@ class GenerationLoop:
                 if not interval.ready.query():
                     self._prepare_smaller()
                 interval.ready.synchronize()
-            read = read_outputs(interval.outputs[0], [seat.read for seat in interval.seats])
-            for row, (seat, end, done, tokens, log_probs) in enumerate(zip(interval.seats, *read, strict=True)):
-                sample = seat.sample
-                start = seat.read
-                if seat.over or end == start:
+            read = read_outputs(interval.outputs[0], [entry.read for entry in interval.entries])
+            for row, (entry, end, done, tokens, log_probs) in enumerate(zip(interval.entries, *read, strict=True)):
+                sample = entry.sample
+                start = entry.read
+                if entry.over or end == start:
                     continue
                 for one in running[-1:]:
                     one.written += end - start
@@ -421,7 +421,7 @@ class GenerationLoop:
                 sample.log_probs[start:end] = log_probs[: end - start]
                 if sample.scores is not None and sample.scores.top:
                     _take_top(sample, start, end, *(tensor[row] for tensor in interval.outputs[1:]))
-                seat.read = end
+                entry.read = end
                 left = len(sample.tokens) >= sample.limits.max_tokens  # it left the scheduler when its last token was promised
                 reason = sample.find_end(start, end, done != NOT_FINITE)
                 if not start and reason != "error":
@@ -432,7 +432,7 @@ class GenerationLoop:
                     continue
                 if not left:
                     self._scheduler.finish(sample)
-                seat.over = True
+                entry.over = True
                 yield sample, reason
 
 

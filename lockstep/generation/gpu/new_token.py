@@ -8,7 +8,10 @@ has them at hand instead of reading them back. The split that ends last of a row
 order of the splits, so that it does not matter which one that is. While the product ends, a program asks for its first keys and values
 (early.py): into shared memory where all programs fit on the GPU at once, else into the L2 cache.
 
-How a program goes over its split is in over_pages.py, and for float8 keys and values in over_float8.py.
+`new_heads` makes queries, key and value of the product, `over_pages` and `over_float8_pages` go over a split. In float8 both products are
+of float16, which the GPU makes of float8 in one instruction: keys and values lie there as pairs of numbers, of which the first and the
+second ones are multiplied apart. A key's scale is a factor of its score, a value's of its weight; the peak is that of weights with their
+scales, so that these are at most 1. The new token is rounded before it is attended to.
 """
 
 import torch
@@ -16,10 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.generation.gpu.early import early, fetch
-from lockstep.generation.gpu.float8 import packed_scales
-from lockstep.generation.gpu.over_float8 import over_float8_pages
-from lockstep.generation.gpu.over_pages import over_pages
+from lockstep.generation.gpu.early import begin, early, fetch
+from lockstep.generation.gpu.float8 import (
+    encode,
+    key_scale,
+    pack_scales,
+    packed_scales,
+    power_below,
+    scale_of,
+    split_pairs,
+    value_power,
+    value_scale,
+)
 
 MOST_PAIRS = 256
 """Rows times KV heads at most. With more, contexts need not be cut, and shared prefixes are read together (attention.py)."""
@@ -111,6 +122,246 @@ class NewToken:
             LOADS_FIRST=loads_first, **reading, **early(qkv),
         )  # fmt: skip
         return out
+
+
+@triton.jit
+def _sum_up(X, BIASES, place, mask, stride_part, PARTS: tl.constexpr, BIAS: tl.constexpr, TYPE: tl.constexpr):
+    """What the parts at `place` and the bias add up to, rounded as training rounds it."""
+    x = tl.load(X + place, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(X + part * stride_part + place, mask=mask, other=0.0)
+    if BIAS:
+        x += tl.load(BIASES + place, mask=mask, other=0.0).to(tl.float32)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _norm_and_rotate(x1, x2, NORM, cos, sin, d, eps, D: tl.constexpr, NORMED: tl.constexpr):
+    """The two halves [n, D / 2] of heads, normed and rotated, each rounded as training rounds it."""
+    H2: tl.constexpr = D // 2
+    TYPE: tl.constexpr = x1.dtype
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.load(NORM + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        w2 = tl.load(NORM + H2 + d, mask=d < H2, other=0.0).to(tl.float32)[None, :]
+        x1 = (x1 * scale * w1).to(TYPE).to(tl.float32)
+        x2 = (x2 * scale * w2).to(TYPE).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(TYPE), (x2 * cos + x1 * sin).to(TYPE)
+
+
+@triton.jit
+def new_heads(
+    new, row, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The halves of the queries and of the new key, normed and rotated, and the new value, of what the kernel before has left (`new`);
+    waits for it."""
+    begin(EARLY, LETS_NEXT=True)
+    QKV, BIASES, Q_NORM, K_NORM, cos, sin, eps, stride_part = new
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    H2: tl.constexpr = D // 2
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    in_half = (d < H2)[None, :]
+    QKV += row * ((HEADS + 2 * KV_HEADS) * D)
+    q_place = (kv_head * GROUP + g)[:, None] * D + d[None, :]
+    q_mask = (g < GROUP)[:, None] & in_half
+    q1 = _sum_up(QKV, BIASES, q_place, q_mask, stride_part, PARTS, BIAS, TYPE)
+    q2 = _sum_up(QKV, BIASES, q_place + H2, q_mask, stride_part, PARTS, BIAS, TYPE)
+    # Every split reads the new key and value, which costs nothing beside its queries; waiting for them after these would.
+    k_place = (HEADS + kv_head) * D + d[None, :]
+    k1 = _sum_up(QKV, BIASES, k_place, in_half, stride_part, PARTS, BIAS, TYPE)
+    k2 = _sum_up(QKV, BIASES, k_place + H2, in_half, stride_part, PARTS, BIAS, TYPE)
+    v_place = (HEADS + KV_HEADS + kv_head) * D + whole
+    v = _sum_up(QKV, BIASES, v_place, whole < D, stride_part, PARTS, BIAS, TYPE)
+    q1, q2 = _norm_and_rotate(q1, q2, Q_NORM, cos, sin, d, eps, D, NORM)
+    k1, k2 = _norm_and_rotate(k1, k2, K_NORM, cos, sin, d, eps, D, NORM)
+    return q1, q2, k1, k2, v
+
+
+@triton.jit
+def score_of(q1, q2, k1, k2):
+    return tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1)
+
+
+@triton.jit
+def _store_new(
+    heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr
+):
+    """The split that the new token falls into stores its key and value. Returns its score, the first peak and the value as numbers."""
+    q1, q2, k1, k2, v = heads
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    mask = (d < H2)[None, :] & is_last
+    target = slot * (KV_HEADS * D) + kv_head * D
+    tl.store(KP + target + d[None, :], k1, mask=mask)
+    tl.store(KP + target + H2 + d[None, :], k2, mask=mask)
+    tl.store(VP + target + whole, v, mask=(whole < D) & is_last)
+    score = score_of(q1, q2, k1, k2) * scale
+    # The new token is among those that the peak is of, so that weights are rounded as in training; its own is added at the end.
+    return score, tl.where(is_last, score, float("-inf")), v
+
+
+@triton.jit
+def over_pages(
+    new, cut, KP, VP, TABLE,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and weighted values [ROWS, DP] of the tokens of a split, the new one among them where it falls into it. LOADS_FIRST: the
+    kernel waits for the one before it in the first turn of its loop, whose first loads the compiler puts before that."""
+    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    t = tl.arange(0, TILE)
+    in_half = (d < H2)[None, :]
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    k_offsets = t[:, None] * (KV_HEADS * D) + d[None, :]
+    v_offsets = t[:, None] * (KV_HEADS * D) + whole[None, :]
+    if LOADS_FIRST:
+        new_score, peak, new_v = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([DP], TYPE)
+        q1, q2 = tl.zeros([ROWS, HALF], TYPE), tl.zeros([ROWS, HALF], TYPE)
+    else:
+        heads = new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+        new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+        q1, q2 = heads[0], heads[1]
+    for start in range(low, stop, TILE):
+        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
+        base = (page * PAGE + start % PAGE) * (KV_HEADS * D) + kv_head * D
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        k1 = tl.load(KP + base + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        k2 = tl.load(KP + base + H2 + k_offsets, mask=seen[:, None] & in_half, other=0.0)
+        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+            if start == low:
+                heads = new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+                new_score, peak, new_v = _store_new(heads, KP, VP, slot, kv_head, scale, is_last, KV_HEADS, D, DP, HALF)
+                q1, q2 = heads[0], heads[1]
+        score = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        score = tl.dot(q2, tl.trans(k2), score, input_precision=PRECISION)
+        score = tl.where(seen[None, :], score * scale, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(peak - safe)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(VP + base + v_offsets, mask=seen[:, None] & (whole < D)[None, :], other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        peak = new_peak
+    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+    new_share = new_weight.to(TYPE).to(tl.float32)
+    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_new_float8(
+    heads, KP, VP, SCALES, slot, kv_head, scale, is_last,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The split that the new token falls into stores its key and value. Returns its score, the first peak, the value's codes and their
+    scale; queries [D, ROWS] as float16, which has room for bfloat16's bits where their largest number is about 1, and the scale that scores
+    then have."""
+    q1, q2, k1, k2, v = heads
+    H2: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    whole = tl.arange(0, DP)
+    mask = (d < H2)[None, :] & is_last
+    k1, k2, v = k1.to(tl.float32), k2.to(tl.float32), v.to(tl.float32)
+    k_scale, k_inverse = scale_of(tl.join(k1, k2).reshape([2 * HALF]), 0)
+    v_scale, v_inverse = scale_of(v, 0)
+    code1, code2, code_v = encode(k1 * k_inverse), encode(k2 * k_inverse), encode(v * v_inverse)
+    target = slot // PAGE * (PAGE * KV_HEADS * D) + slot % PAGE * D + kv_head * (PAGE * D)
+    tl.store(KP + target + d[None, :], code1, mask=mask)
+    tl.store(KP + target + H2 + d[None, :], code2, mask=mask)
+    tl.store(VP + target + whole, code_v, mask=(whole < D) & is_last)
+    packed = pack_scales(k_scale, v_scale)
+    tl.store(SCALES + slot // PAGE * (PAGE * KV_HEADS) + kv_head * PAGE + slot % PAGE + tl.arange(0, 1), packed, mask=is_last)
+    score = score_of(q1, q2, code1.to(tl.float32) * k_scale, code2.to(tl.float32) * k_scale) * scale
+    peak = tl.where(is_last, score + value_power(packed), float("-inf"))
+    q = tl.join(q1, q2).permute(0, 2, 1).reshape([ROWS, D]).to(tl.float32)
+    power, inverse = power_below(tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 2.0**-60))
+    return score, peak, code_v, v_scale, tl.trans((q * inverse).to(tl.float16)), power * scale
+
+
+@triton.jit
+def over_float8_pages(
+    new, cut, KP, VP, SCALES, TABLE,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr,
+    TYPE: tl.constexpr, ASM: tl.constexpr, LOADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As `over_pages`. Tokens are the rows of all products, so that few heads fill the matrix unit. Where a page ends and
+    another token's numbers begin, only scales are masked: all numbers are finite."""
+    row, kv_head, slot, is_last, first, low, stop, high, end, scale = cut
+    t = tl.arange(0, TILE)
+    tl.static_assert(D == 2 * HALF, "the numbers of a head are taken in pairs")
+    PAIRS: tl.constexpr = D // 2
+    values = VP.to(tl.pointer_type(tl.int16), bitcast=True)
+    in_page = t if TILE <= PAGE else t % PAGE
+    k_offsets = in_page[:, None] * D + tl.arange(0, D)[None, :]
+    v_offsets = in_page[None, :] * PAIRS + tl.arange(0, PAIRS)[:, None]
+    totals = tl.zeros([TILE, ROWS], tl.float32)
+    acc_first = tl.zeros([PAIRS, ROWS], tl.float32)
+    acc_second = tl.zeros([PAIRS, ROWS], tl.float32)
+    if LOADS_FIRST:
+        new_score, peak = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        new_v, v_scale = tl.zeros([DP], tl.float32).to(KP.dtype.element_ty), tl.zeros([1], tl.float32)
+        q, q_scale = tl.zeros([D, ROWS], tl.float16), scale
+    else:
+        heads = new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+        new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+            heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+        )
+    for start in range(low, stop, TILE):
+        place = start + t
+        seen = place < high
+        if WINDOW:
+            seen = seen & (place >= first)
+        page = tl.load(TABLE + (tl.minimum(start, end) if LOADS_FIRST else start) // PAGE).to(tl.int64)
+        if TILE <= PAGE:
+            held = page * KV_HEADS + kv_head
+            packed = tl.load(SCALES + held * PAGE + start % PAGE + t, mask=seen, other=0)
+            k = tl.load(KP + held * (PAGE * D) + start % PAGE * D + k_offsets)
+            v_pairs = tl.load(values + held * (PAGE * PAIRS) + start % PAGE * PAIRS + v_offsets)
+        else:
+            tl.static_assert(TILE == 2 * PAGE)
+            next_page = tl.load(TABLE + tl.minimum(start + PAGE, end) // PAGE).to(tl.int64)
+            held = tl.where(t < PAGE, page, next_page) * KV_HEADS + kv_head
+            packed = tl.load(SCALES + held * PAGE + in_page, mask=seen, other=0)
+            k = tl.load(KP + (held * (PAGE * D))[:, None] + k_offsets)
+            v_pairs = tl.load(values + (held * (PAGE * PAIRS))[None, :] + v_offsets)
+        if LOADS_FIRST:  # noqa: SIM102 (known when it is compiled; the other is not)
+            if start == low:
+                heads = new_heads(new, row, kv_head, KV_HEADS, GROUP, ROWS, D, DP, HALF, PARTS, BIAS, NORM, TYPE, EARLY)
+                new_score, peak, new_v, v_scale, q, q_scale = _store_new_float8(
+                    heads, KP, VP, SCALES, slot, kv_head, scale, is_last, KV_HEADS, ROWS, D, DP, HALF, PAGE
+                )
+        score = tl.dot(k.to(tl.float16), q)
+        score = tl.where(seen[:, None], score * (key_scale(packed) * q_scale)[:, None], float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score + value_power(packed)[:, None], 0))
+        # A tile wholly before the window leaves the peak at -inf: then nothing has been seen and the factors are of zeros.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[None, :])
+        fade = tl.exp2(peak - safe)[None, :]
+        totals = totals * fade + weight
+        weight = (weight * value_scale(packed)[:, None]).to(tl.float16)
+        v_first, v_second = split_pairs(v_pairs, ASM)
+        acc_first = tl.dot(v_first, weight, acc_first * fade)
+        acc_second = tl.dot(v_second, weight, acc_second * fade)
+        peak = new_peak
+    total, acc = tl.sum(totals, 0), tl.join(acc_first, acc_second).permute(1, 0, 2).reshape([ROWS, D])
+    new_weight = tl.where(is_last, tl.exp2(new_score - peak), 0.0)
+    new_share = (new_weight * v_scale).to(tl.float16).to(tl.float32)
+    return peak, total + new_weight, acc + new_share[:, None] * new_v.to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 import pytest
 
-from lockstep.generation.cpu.compiled import library
-from lockstep.generation.cpu.kernels import Library
+from lockstep.generation.cpu.kernels import Library, library
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.one_by_one import rms_norm, rotate
+from lockstep.generation.cpu import kernels
 from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, draw, uniforms
-from lockstep.generation.cpu.paged import attend, store
+from lockstep.generation.cpu.paged_attention import attend, store
 from lockstep.models.attention import Variant, masked_attention
 from lockstep.workers.rollout import sampling
 from lockstep.workers.rollout.sampling import sample
@@ -115,3 +118,13 @@ def test_the_draw_is_that_of_sample(compiled: Library, temperature: float) -> No
         finite = torch.isfinite(draw(compiled, logits, uniform, temperature)[1])
         assert not finite[3]
         assert finite.sum() == 199
+
+
+def test_without_a_working_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make = kernels.library.__wrapped__
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    assert make() is None
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
+    assert make() is None
+    assert not list((tmp_path / "lockstep" / "kernels").iterdir())

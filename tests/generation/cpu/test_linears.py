@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.one_by_one import multiply
 from lockstep.generation.cpu.kernels import Library
 from lockstep.generation.cpu.linears import WHOLE, WIDENED, PackedLinear, PackedMemory
-from lockstep.generation.cpu.prepacked import prepacked
+from lockstep.generation.cpu.torch_backend import prepacked
 from lockstep.models.lora import AdaptedLinear
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from lockstep.generation.gpu.attention import decode_slots
 from lockstep.generation.gpu.fused import FusedDecoder, fuse_projections
+from lockstep.generation.model_support import cache_shape
 from lockstep.generation.pages import KVCache
-from lockstep.generation.probe import cache_shape
 from lockstep.models.attention import CACHED
 from lockstep.models.load import share_structure
 from lockstep.models.lora import AdaptedLinear, add_adapters

@@ -17,7 +17,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.generation.cpu.passes import PassBackend
-from lockstep.generation.routed import RoutedRollout
+from lockstep.generation.routing import RoutedRollout
 from lockstep.models.load import Head, load_model, share_structure
 from lockstep.models.packing import Budget
 from lockstep.models.routers import NOT_RECORDED

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.sampling import SamplingParams
 from lockstep.generation.backend import Backend
-from lockstep.generation.open_stream import OpenStream
+from lockstep.generation.stream import NativeStream
 from lockstep.workers.rollout.request import Completion, Request, Stopping, Tokens
 from lockstep.workers.rollout.sampling import request_keys
 
@@ -76,7 +76,7 @@ class Script:
     def run(self, backend: Backend, scheduler: CheckedOpen) -> None:
         rng = self.rng
         engine = fake_engine(letters, CONTEXT)
-        self.stream = OpenStream(engine, self.default, backend, scheduler)
+        self.stream = NativeStream(engine, self.default, backend, scheduler)
         for _ in range(rng.randint(5, 60)):
             chance = rng.random()
             if chance < 0.4:

@@ -7,7 +7,6 @@ of the table is read before it gives its pages up.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,16 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.config.sampling import SamplingParams
-from lockstep.generation.cpu.backend import TorchBackend
-from lockstep.generation.cpu.paged import StepBatch
+from lockstep.generation.cpu.paged_attention import StepBatch
 from lockstep.generation.cpu.passes import PassBackend
+from lockstep.generation.cpu.torch_backend import TorchBackend
 from lockstep.generation.engine import NativeRollout
 from lockstep.generation.pages import CacheShape
 from lockstep.generation.scheduler import Sample, Scheduler
-from lockstep.generation.stream import NativeStream
 from lockstep.models.routers import NOT_RECORDED, RouterOutput, check_replay, routers
-from lockstep.workers.rollout.request import Completion, Job, Request, Tokens
-from lockstep.workers.rollout.stream import Stream
+from lockstep.workers.rollout.request import Request
 
 
 class RoutedBackend(TorchBackend):
@@ -77,36 +74,8 @@ class RoutedBackend(TorchBackend):
         return store
 
 
-class RoutedScheduler(Scheduler):
-    """See Scheduler. `experts` has what `read` said of each sample that is over, by its index, until it is taken out."""
-
-    read: Callable[[Sample], Callable[[], Tensor]]
-
-    def finish(self, sample: Sample) -> None:
-        if sample.pages and sample.num_cached:
-            self.experts[sample.index] = self.read(sample)
-        super().finish(sample)
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.experts: dict[int, Callable[[], Tensor]] = {}
-
-
-class RoutedStream(NativeStream):
-    """See NativeStream. Completions have their `experts`."""
-
-    def _answers_of(self, job: Job, sample: Sample, reason: str | None) -> list[Completion | Tokens]:
-        assert isinstance(self._scheduler, RoutedScheduler)
-        read = self._scheduler.experts.pop(sample.index, None) if reason is not None else None
-        experts = None if read is None else _for_all(read(), len(sample))
-        return [
-            dataclasses.replace(answer, experts=experts) if isinstance(answer, Completion) and answer.error is None else answer
-            for answer in super()._answers_of(job, sample, reason)
-        ]
-
-
 def _for_all(experts: Tensor, count: int) -> Tensor:
-    """The experts of `count` tokens: NOT_RECORDED for the last, which was never computed, or for nobody."""
+    """The experts of `count` tokens: NOT_RECORDED for the last, which was never computed."""
     found = torch.full((count, experts.shape[1]), NOT_RECORDED, dtype=torch.int16)
     known = min(count - 1, len(experts))
     found[:known] = experts[:known]
@@ -125,13 +94,16 @@ class RoutedRollout(NativeRollout):
         check_replay(module.config, module.device.type)
         super().__init__(module, *args)
 
-    def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        if any(r.top_log_probs or r.prompt_log_probs for r in requests):
-            return super()._open_for(requests, sampling)
-        scheduler = self._scheduler(self._pages_for(requests, sampling), RoutedScheduler)
-        backend = self.backend
-        scheduler.read = backend.experts_of  # type: ignore[attr-defined]  # of a device that check_replay lets pass
-        return self._opened(RoutedStream(self, sampling, backend, scheduler, self._forget_stream))
+    def _scheduler_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Scheduler:
+        scheduler = super()._scheduler_for(requests, sampling)
+        if not any(request.top_log_probs or request.prompt_log_probs for request in requests):
+            scheduler.read_experts = self._read_experts
+        return scheduler
+
+    def _read_experts(self, sample: Sample) -> Callable[[int], Tensor]:
+        """Return what gives the experts of so many tokens of the sample."""
+        read = self.backend.experts_of(sample)  # type: ignore[attr-defined]  # of a device that check_replay lets pass
+        return lambda count: _for_all(read(), count)
 
     def _cpu_backend(self, invariant: bool) -> PassBackend:
         return RoutedBackend(self.module, self._cpu_parts[0], self.cache_share, invariant)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lockstep.generation.cpu.compiled import library
-from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, check_type
+from lockstep.generation.cpu.kernels import Library, Pages, attention_blocks, check_type, library
 from lockstep.generation.pages import KVCache
 from lockstep.models.attention import Variant, causal_attention
 

@@ -6,9 +6,8 @@ from helpers.families import FAMILIES
 from helpers.rollouts import ids_of, make_requests, make_rollout, sampling
 from helpers.tiny import save_tiny_model
 
-from lockstep.generation.cpu import fused, paged
-from lockstep.generation.cpu.compiled import library
-from lockstep.generation.cpu.kernels import Library, Pages
+from lockstep.generation.cpu import fused_backend, paged_attention
+from lockstep.generation.cpu.kernels import Library, Pages, library
 from lockstep.workers.rollout.request import Request
 
 
@@ -21,7 +20,7 @@ def test_pages_are_attended_to_alike_with_and_without_the_compiled_function(
     requests = make_requests(9)
     params = sampling(stop_token_ids=(), max_tokens=40)
     expected = make_rollout(path).generate(requests, params)
-    for user in (paged, fused):
+    for user in (paged_attention, fused_backend):
         monkeypatch.setattr(user, "library", lambda: None)
     rollout = make_rollout(path)
     rollout.check()
@@ -45,7 +44,7 @@ def test_a_request_that_is_not_finite_harms_no_request_that_gets_its_pages(
     poisoned = Request(torch.tensor([5] * 9 + [bad] * 11), (0, 9, 0), max_tokens=6)
     for compiled in (True, False):
         if not compiled:
-            for user in (paged, fused):
+            for user in (paged_attention, fused_backend):
                 monkeypatch.setattr(user, "library", lambda: None)
         rollout = make_rollout(path, batch_invariant=invariant, max_num_seqs=2)
         rollout.module.model.embed_tokens.weight.data[bad] = torch.nan
@@ -65,7 +64,7 @@ def test_keys_that_do_not_fit_the_pages_are_not_stored(tokens: int, heads: int, 
     pages = Pages(torch.zeros(2, 16, 2, 8), torch.zeros(2, 16, 2, 8))
     new = torch.ones(tokens, heads, dim)
     with pytest.raises(ValueError, match=rf"\[{tokens}, {heads}, {dim}\].*{slots} slots.*2 heads of 8"):
-        paged.store(compiled(), new, new, torch.arange(slots), pages)
+        paged_attention.store(compiled(), new, new, torch.arange(slots), pages)
     assert not pages.keys.any()
 
 
@@ -74,8 +73,8 @@ def test_slots_outside_the_pages_are_not_written(slots: list[int]) -> None:
     pages = Pages(torch.zeros(2, 16, 2, 8), torch.zeros(2, 16, 2, 8))
     new = torch.ones(2, 2, 8)
     with pytest.raises(ValueError, match=f"slots {slots[0]} to {slots[1]} are outside 2 pages of 16"):
-        paged.store(compiled(), new, new, torch.tensor(slots), pages)
-    paged.store(compiled(), new, new, torch.tensor([0, 31]), pages)
+        paged_attention.store(compiled(), new, new, torch.tensor(slots), pages)
+    paged_attention.store(compiled(), new, new, torch.tensor([0, 31]), pages)
     assert pages.keys.sum() == pages.values.sum() == new.sum()
 
 
