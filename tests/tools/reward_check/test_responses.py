@@ -11,7 +11,7 @@ from helpers.rewards import truth
 
 from lockstep.errors import RewardError
 from lockstep.judging.code import extract_program
-from lockstep.judging.sandbox import ProgramLimits, LocalSandbox
+from lockstep.judging.sandbox import LocalSandbox, ProgramLimits
 from lockstep.processes import CallTimeout, KillableWorker
 from lockstep.tools.reward_check.responses import AllowedScore, Traps, cheap_responses, gold_response, odd_responses
 from lockstep.utils.files import load_object
