@@ -1,4 +1,5 @@
 """The exceptions a user can meet, in one tree. All of them can be pickled, so they cross process boundaries whole.
+ConfigError and DataError have a field `key`: the key of the configuration that has to change, as tests and programs read it.
 
 ```text
 LockstepError
@@ -39,12 +40,20 @@ class LockstepError(Exception):
         return 1
 
 
-class ConfigError(LockstepError, ValueError):
-    """A key or value in the configuration cannot work."""
+class _InputError(LockstepError, ValueError):
+    """What the user gave is invalid. `key` is the whole name of the key that has to change, or None if the error is about no single key."""
+
+    def __init__(self, message: object = "", *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
-class DataError(LockstepError, ValueError):
-    """A file, row or model folder cannot be used."""
+class ConfigError(_InputError):
+    """A key or value in the configuration cannot work. `key` names it, such as "data.train_batch_size"."""
+
+
+class DataError(_InputError):
+    """A file, row or model folder cannot be used. `key` names the key of the configuration that is about it, if there is one."""
 
 
 class ResourceError(LockstepError, RuntimeError):

@@ -1,12 +1,15 @@
-"""What a command prints of an error."""
+"""Errors: what a command prints of them, and what crosses a process boundary."""
 
 import contextlib
 import io
+import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import RewardError, as_command
+from lockstep.data.token_rows import TooLong
+from lockstep.errors import ConfigError, DataError, RewardError, as_command
 from lockstep.utils.terminal import printable
 
 HOSTILE = st.lists(
@@ -23,3 +26,14 @@ def test_an_error_that_quotes_a_model_or_a_file_sends_no_control_characters_to_t
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         assert command([]) == 1
     assert shown.getvalue() == f"error: {printable(text)}\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("data.seed=x", key="data.seed"), ConfigError("no key"), DataError("a", key="data.max_length"), TooLong("b", 7)],
+)
+def test_an_error_keeps_its_fields_in_another_process(error: Exception) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)

@@ -99,7 +99,10 @@ class PolicyLossConfig:
         in_range(self, prefix, 0.0, 1.0, "clip_cov_ratio", "kl_cov_ratio")
         at_least(self, prefix, 0.0, "ppo_kl_coef")
         if not self.clip_cov_lb < self.clip_cov_ub:
-            raise ConfigError(f"{prefix}.clip_cov_lb={self.clip_cov_lb} must be below {prefix}.clip_cov_ub={self.clip_cov_ub}")
+            raise ConfigError(
+                f"{prefix}.clip_cov_lb={self.clip_cov_lb} must be below {prefix}.clip_cov_ub={self.clip_cov_ub}",
+                key=f"{prefix}.clip_cov_lb",
+            )
 
 
 @dataclass
@@ -313,16 +316,19 @@ class RolloutConfig:
         one_of(f"{prefix}.kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         if self.has_small_cache and self.name not in ("native", "vllm"):
             raise ConfigError(
-                f"{prefix}.kv_cache_dtype={self.kv_cache_dtype} is of rollout.name=native or vllm, not {self.name}; set it to auto"
+                f"{prefix}.kv_cache_dtype={self.kv_cache_dtype} is of rollout.name=native or vllm, not {self.name}; set it to auto",
+                key=f"{prefix}.kv_cache_dtype",
             )
         if self.batch_invariant and self.name != "native":
             raise ConfigError(
-                f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own"
+                f"actor_rollout_ref.rollout.batch_invariant=true is of rollout.name=native; {self.name} computes in shapes of its own",
+                key="actor_rollout_ref.rollout.batch_invariant",
             )
 
         if self.router_replay and self.name != "native":
             raise ConfigError(
-                f"{prefix}.router_replay=true is of rollout.name=native; {self.name} does not say which experts it chose"
+                f"{prefix}.router_replay=true is of rollout.name=native; {self.name} does not say which experts it chose",
+                key=f"{prefix}.router_replay",
             )
 
     def gives_log_probs(self, temperature: float, filtered: bool, penalised: bool) -> bool:
@@ -386,7 +392,8 @@ class ActorRolloutRefConfig:
         if self.ref.param_offload is True and self.actor.strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(
                 "actor_rollout_ref.ref.param_offload=true needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not "
-                f"{self.actor.strategy}; set it to auto"
+                f"{self.actor.strategy}; set it to auto",
+                key="actor_rollout_ref.ref.param_offload",
             )
 
     def _check_replay(self) -> None:
@@ -394,12 +401,16 @@ class ActorRolloutRefConfig:
         actor = self.actor
         asked = "actor_rollout_ref.rollout.router_replay=true"
         if actor.strategy not in ("fsdp", "fsdp2"):
-            raise ConfigError(f"{asked} needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not {actor.strategy}")
+            raise ConfigError(
+                f"{asked} needs actor_rollout_ref.actor.strategy=fsdp2 or fsdp, not {actor.strategy}",
+                key="actor_rollout_ref.rollout.router_replay",
+            )
         size = actor.fsdp_config.ulysses_sequence_parallel_size
         if size > 1:
             raise ConfigError(
                 f"{asked} needs whole rows on each rank: set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={size} "
-                "to 1"
+                "to 1",
+                key="actor_rollout_ref.rollout.router_replay",
             )
 
     @property
@@ -431,7 +442,9 @@ def choose_weight_sync(
         return possible[0]
     if asked not in possible:
         where = "in the actor's worker" if hybrid else "in workers of its own"
-        raise ConfigError(f"{_KEY}={asked} cannot serve rollout.name={engine} {where}; choose one of: auto, {', '.join(possible)}")
+        raise ConfigError(
+            f"{_KEY}={asked} cannot serve rollout.name={engine} {where}; choose one of: auto, {', '.join(possible)}", key=_KEY
+        )
     return asked
 
 

@@ -61,7 +61,7 @@ class AgentConfig:
                 at_least(self, "agent", 1, name)
         for name in ("step_timeout_s", "episode_timeout_s"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"agent.{name}={getattr(self, name)}: a deadline must be over 0 seconds")
+                raise ConfigError(f"agent.{name}={getattr(self, name)}: a deadline must be over 0 seconds", key=f"agent.{name}")
 
     @property
     def is_on(self) -> bool:

@@ -64,7 +64,8 @@ class RolloutCorrectionConfig:
         if self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None):
             raise ConfigError(
                 "algorithm.rollout_correction.bypass_mode=true makes the sampler's log-probs the old ones, so rollout_is and rollout_rs "
-                "would compare them with themselves; leave them out, or set bypass_mode=false"
+                "would compare them with themselves; leave them out, or set bypass_mode=false",
+                key="algorithm.rollout_correction.bypass_mode",
             )
 
 
@@ -105,5 +106,6 @@ class AlgorithmConfig:
         weights = self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys or ()):
             raise ConfigError(
-                f"algorithm.gdpo_reward_weights={weights} needs one weight for each of algorithm.gdpo_reward_keys={keys}"
+                f"algorithm.gdpo_reward_weights={weights} needs one weight for each of algorithm.gdpo_reward_keys={keys}",
+                key="algorithm.gdpo_reward_weights",
             )

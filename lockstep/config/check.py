@@ -17,7 +17,7 @@ SEATS, PASS_TOKENS, CACHE_SHARE = 256, 8192, 0.5
 def one_of(key: str, value: object, allowed: Sequence[str]) -> None:
     """`value` must be one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{key}={value} is not known; choose one of: {', '.join(allowed)}")
+        raise ConfigError(f"{key}={value} is not known; choose one of: {', '.join(allowed)}", key=key)
 
 
 def auto_or_bool(section: object, prefix: str, *names: str) -> None:
@@ -25,7 +25,7 @@ def auto_or_bool(section: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value != "auto" and not isinstance(value, bool):
-            raise ConfigError(f"{prefix}.{name}={value} is not known; choose one of: auto, true, false")
+            raise ConfigError(f"{prefix}.{name}={value} is not known; choose one of: auto, true, false", key=f"{prefix}.{name}")
 
 
 def at_least(section: object, prefix: str, least: float, *names: str) -> None:
@@ -33,7 +33,7 @@ def at_least(section: object, prefix: str, least: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and not value >= least:
-            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be at least {least}")
+            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be at least {least}", key=f"{prefix}.{name}")
 
 
 def above(section: object, prefix: str, bound: float, *names: str) -> None:
@@ -41,7 +41,7 @@ def above(section: object, prefix: str, bound: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and not value > bound:
-            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be above {bound}")
+            raise ConfigError(f"{prefix}.{name}={value} is too small; it must be above {bound}", key=f"{prefix}.{name}")
 
 
 def in_range(section: object, prefix: str, low: float, high: float, *names: str) -> None:
@@ -49,7 +49,9 @@ def in_range(section: object, prefix: str, low: float, high: float, *names: str)
     for name in names:
         value = getattr(section, name)
         if not low <= value <= high:
-            raise ConfigError(f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}")
+            raise ConfigError(
+                f"{prefix}.{name}={value} is out of range; it must be between {low} and {high}", key=f"{prefix}.{name}"
+            )
 
 
 def all_or_at_least_one(section: object, prefix: str, *names: str) -> None:
@@ -57,14 +59,16 @@ def all_or_at_least_one(section: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value != -1 and value < 1:
-            raise ConfigError(f"{prefix}.{name}={value} leaves nothing; set it to -1 for all, or to 1 or more")
+            raise ConfigError(
+                f"{prefix}.{name}={value} leaves nothing; set it to -1 for all, or to 1 or more", key=f"{prefix}.{name}"
+            )
 
 
 def file_names(key: str, value: object) -> None:
     """`value` must be the path of a file or a list of such; None passes (the key is unset)."""
     names = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if value is not None and not all(isinstance(name, str | os.PathLike) for name in names):
-        raise ConfigError(f"{key}={value} is not a file; name one parquet, json or jsonl file, or a list of them")
+        raise ConfigError(f"{key}={value} is not a file; name one parquet, json or jsonl file, or a list of them", key=key)
 
 
 def at_home(section: object, *names: str) -> None:
@@ -82,7 +86,7 @@ def finite(section: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{prefix}.{name}={value} is not finite; set it to a number")
+            raise ConfigError(f"{prefix}.{name}={value} is not finite; set it to a number", key=f"{prefix}.{name}")
 
 
 def absolute_reference(text: str) -> str:
@@ -117,5 +121,5 @@ def auto_or_in_range(section: object, prefix: str, low: float, high: float, name
 def _is_auto(section: object, prefix: str, name: str) -> bool:
     value = getattr(section, name)
     if isinstance(value, str) and value != AUTO:
-        raise ConfigError(f"{prefix}.{name}={value} is no number; write a number, or auto")
+        raise ConfigError(f"{prefix}.{name}={value} is no number; write a number, or auto", key=f"{prefix}.{name}")
     return value == AUTO

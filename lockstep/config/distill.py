@@ -65,7 +65,7 @@ class DistillConfig(SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.teacher.path:
-            raise ConfigError("teacher.path is empty; name the Hugging Face model folder that is learned from")
+            raise ConfigError("teacher.path is empty; name the Hugging Face model folder that is learned from", key="teacher.path")
         self._check_engine()
         self.check_longest("data.max_length + distill.max_response_length", self.longest)
 
@@ -91,5 +91,6 @@ class DistillConfig(SFTConfig):
             if getattr(section, key, 1) > 1:
                 raise ConfigError(
                     f"engine.{where}.{key}={getattr(section, key)}: the two models are compared where one rank has the whole rows at the "
-                    "end of both; set it to 1, or use lockstep ppo algorithm.adv_estimator=distill"
+                    "end of both; set it to 1, or use lockstep ppo algorithm.adv_estimator=distill",
+                    key=f"engine.{where}.{key}",
                 )

@@ -48,7 +48,7 @@ class PreferenceLossConfig:
         self.loss_mode = absolute_reference(self.loss_mode)
         at_least(self, "loss", 0.0, "nll_coef")
         if self.beta is not None and not self.beta > 0:
-            raise ConfigError(f"loss.beta={self.beta} must be above 0; null means what suits the loss")
+            raise ConfigError(f"loss.beta={self.beta} must be above 0; null means what suits the loss", key="loss.beta")
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -73,12 +73,14 @@ class ReferenceConfig:
         one_of("reference.mode", self.mode, REFERENCES)
         if self.path is not None and self.mode in ("adapter", "file"):
             raise ConfigError(
-                f"reference.path is set, but with reference.mode={self.mode} the reference is model.path itself; set reference.mode=model"
+                f"reference.path is set, but with reference.mode={self.mode} the reference is model.path itself; set reference.mode=model",
+                key="reference.path",
             )
         if self.folder is not None and self.mode != "file":
             raise ConfigError(
                 f"reference.folder is where reference.mode=file keeps its files, but reference.mode={self.mode} has none; set "
-                "reference.mode=file, or leave reference.folder out"
+                "reference.mode=file, or leave reference.folder out",
+                key="reference.folder",
             )
 
 
@@ -98,16 +100,19 @@ class DPOConfig(StageConfig):
         super().__post_init__()
         if not self.data.train_files:
             raise ConfigError(
-                "data.train_files is empty; name a parquet, json or jsonl file with the columns prompt, chosen and rejected"
+                "data.train_files is empty; name a parquet, json or jsonl file with the columns prompt, chosen and rejected",
+                key="data.train_files",
             )
         if self.reference.mode == "adapter" and not self.model.adapts:
             raise ConfigError(
-                "reference.mode=adapter switches adapters off, but there are none; set model.lora_rank, or mode=model"
+                "reference.mode=adapter switches adapters off, but there are none; set model.lora_rank, or mode=model",
+                key="reference.mode",
             )
         if self.reference.mode == "file" and self.model.lora_adapter_path is not None:
             raise ConfigError(
                 "reference.mode=file is of the model that training starts from, but with model.lora_adapter_path the reference is the "
-                "model without the adapter; set reference.mode=adapter"
+                "model without the adapter; set reference.mode=adapter",
+                key="reference.mode",
             )
         self.trainer.check_validated(bool(self.data.val_files))
         if self.loss.loss_mode == UNPAIRED:

@@ -79,11 +79,15 @@ class ModelConfig:
         names = self.target_modules
         if names != "all-linear" and not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
             shown = "null" if names is None else names
-            raise ConfigError(f"{prefix}.target_modules={shown} must be all-linear or a list of names such as [q_proj,v_proj]")
+            raise ConfigError(
+                f"{prefix}.target_modules={shown} must be all-linear or a list of names such as [q_proj,v_proj]",
+                key=f"{prefix}.target_modules",
+            )
         if names != "all-linear" and not self.adapts:
             raise ConfigError(
                 f"{prefix}.target_modules={names} are layers of adapters, and {prefix}.lora_rank=0 trains the whole model; set "
-                f"{prefix}.lora_rank, such as 16, or leave {prefix}.target_modules out"
+                f"{prefix}.lora_rank, such as 16, or leave {prefix}.target_modules out",
+                key=f"{prefix}.target_modules",
             )
 
     def _check_adapter(self, prefix: str, path: str) -> None:
@@ -94,7 +98,8 @@ class ModelConfig:
             if getattr(self, name) not in (unset[name], found.get(key)):
                 raise ConfigError(
                     f"{prefix}.{name}={getattr(self, name)}, but {prefix}.lora_adapter_path={path} has {found.get(key)}; leave "
-                    f"{prefix}.{name} out"
+                    f"{prefix}.{name} out",
+                    key=f"{prefix}.{name}",
                 )
 
     @property
@@ -243,19 +248,21 @@ class EngineChoice:
 def check_learner(model: ModelConfig, choice: EngineChoice, key: str, model_key: str) -> None:
     """Raise ConfigError when the model is to have adapters, or its experts a balanced load, and its engine has no such thing."""
     if model.router_aux_loss_coef:
-        _check_balanced(f"{model_key}.router_aux_loss_coef={model.router_aux_loss_coef:g}", choice, key)
+        _check_balanced(f"{model_key}.router_aux_loss_coef", model.router_aux_loss_coef, choice, key)
     if not model.adapts:
         return
     name = "lora_rank" if model.lora_rank else "lora_adapter_path"
     asked = f"{model_key}.{name}={getattr(model, name)}"
     if choice.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
-            f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; leave {model_key}.{name} out to train the whole model"
+            f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; leave {model_key}.{name} out to train the whole model",
+            key=f"{model_key}.{name}",
         )
     if choice.fsdp_config.tensor_parallel_size > 1:
         raise ConfigError(
             f"{asked} does not go with {key}.fsdp_config.tensor_parallel_size={choice.fsdp_config.tensor_parallel_size}: adapters are "
-            "not split; set one of them to its default"
+            "not split; set one of them to its default",
+            key=f"{model_key}.{name}",
         )
 
 
@@ -290,17 +297,22 @@ class OptimConfig:
         at_least(self, prefix, 0.0, "lr", "clip_grad", "weight_decay")
         at_least(self, prefix, -1, "lr_warmup_steps")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"{prefix}.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]")
+            raise ConfigError(
+                f"{prefix}.betas={self.betas} must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]",
+                key=f"{prefix}.betas",
+            )
 
 
-def _check_balanced(asked: str, choice: EngineChoice, key: str) -> None:
+def _check_balanced(asked_key: str, coef: float, choice: EngineChoice, key: str) -> None:
+    asked = f"{asked_key}={coef:g}"
     if choice.strategy not in ("fsdp", "fsdp2"):
-        raise ConfigError(f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; set it to 0")
+        raise ConfigError(f"{asked} needs {key}.strategy=fsdp2 or fsdp, not {choice.strategy}; set it to 0", key=asked_key)
     size = choice.fsdp_config.ulysses_sequence_parallel_size
     if size > 1:
         raise ConfigError(
             f"{asked} needs whole rows on each rank: set {key}.fsdp_config.ulysses_sequence_parallel_size={size} to 1, or the "
-            "coefficient to 0"
+            "coefficient to 0",
+            key=asked_key,
         )
 
 
@@ -314,23 +326,25 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise ConfigError(
-                f"{key}={folder} has no {name}; name a folder that peft wrote, such as global_step_N/actor/adapter of a checkpoint"
+                f"{key}={folder} has no {name}; name a folder that peft wrote, such as global_step_N/actor/adapter of a checkpoint",
+                key=key,
             )
     try:
         found = json.loads((path / ADAPTER_CONFIG).read_text())
         kind = found.get("peft_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key}={folder}: {ADAPTER_CONFIG} cannot be read: {error!r}") from error
+        raise ConfigError(f"{key}={folder}: {ADAPTER_CONFIG} cannot be read: {error!r}", key=key) from error
     if kind != "LORA":
-        raise ConfigError(f"{key}={folder} is not a LoRA adapter but peft_type={kind}; start from a LoRA adapter")
+        raise ConfigError(f"{key}={folder} is not a LoRA adapter but peft_type={kind}; start from a LoRA adapter", key=key)
     for name, value in found.items():
         if not _is_plain(name, value):
             raise ConfigError(
                 f"{key}={folder} has {name}={value}, which cannot be trained here; merge the adapter into its model with peft "
-                "(merge_and_unload) and start from that with model.path"
+                "(merge_and_unload) and start from that with model.path",
+                key=key,
             )
     if not isinstance(found.get("r"), int) or found["r"] < 1 or not found.get("target_modules"):
-        raise ConfigError(f"{key}={folder}: {ADAPTER_CONFIG} has no rank (r) or no target_modules; it is not complete")
+        raise ConfigError(f"{key}={folder}: {ADAPTER_CONFIG} has no rank (r) or no target_modules; it is not complete", key=key)
     return {name: found[name] for name in _KEPT if name in found}
 
 

@@ -93,11 +93,11 @@ def check_key(key: str, root: type = PPOConfig) -> None:
             return  # free-form: the schema cannot know its keys
         hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
         if part not in hints:
-            raise ConfigError(_unknown_key(key, root))
+            raise ConfigError(_unknown_key(key, root), key=key)
         section = _section_type(hints[part])
     if dataclasses.is_dataclass(section):
         first = next(valid_keys(section, f"{key}."))
-        raise ConfigError(f"'{key}' is a section, not a value; set the keys in it, such as '{first}'")
+        raise ConfigError(f"'{key}' is a section, not a value; set the keys in it, such as '{first}'", key=key)
 
 
 @cache

@@ -131,7 +131,8 @@ def read_layers(
             strategies = "fsdp2 or fsdp" if engine == "fsdp_config" else engine
             raise ConfigError(
                 f"{key} is read with {section}.strategy={strategies} only, and it is {OmegaConf.select(composed, f'{section}.strategy')}; "
-                f"leave it out, or set {section}.strategy"
+                f"leave it out, or set {section}.strategy",
+                key=key,
             )
     followed = follow.sizes_that_follow(composed, set_by_user)
     if followed:
@@ -250,7 +251,7 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
     key = override.key
     value = override.value
     if override.is_delete:
-        raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null")
+        raise ConfigError(f"'{text}' deletes a key; every key has a default, so set it instead: {key}=null", key=key)
     if isinstance(value, dict):
         named += _checked_keys(OmegaConf.create(value), root, f"{key}.")
     else:
@@ -258,7 +259,8 @@ def _read_override(text: str, named: list[str], root: type) -> tuple[str, Any]:
         if override.is_several and type_of(key, root) not in (str, str | None, Any, None):
             raise ConfigError(
                 f"'{text}' names several values; start one run for each, or write a list in brackets: {key}=[a,b] (a text with commas: "
-                f"'{key}=\"a,b\"')"
+                f"'{key}=\"a,b\"')",
+                key=key,
             )
         _check_switch(key, value, root)
         named.append(key)
@@ -273,7 +275,7 @@ def _is_list(key: str, root: type) -> bool:
 def _check_switch(key: str, value: Any, root: type) -> None:
     """Raise ConfigError for a number that would switch something on without a word: -1 stands for off in other keys."""
     if type(value) is int and value not in (0, 1) and type_of(key, root) is bool:
-        raise ConfigError(f"{key}={value} is neither true nor false; set one of them")
+        raise ConfigError(f"{key}={value} is neither true nor false; set one of them", key=key)
 
 
 def _checked_keys(node: Any, root: type, prefix: str = "") -> list[str]:
@@ -331,7 +333,7 @@ def _check_numbers(values: Any) -> None:
         for number in value if isinstance(value, list) else [value]:
             endless = isinstance(number, float) and not math.isfinite(number)
             if endless and (math.isnan(number) or not _BOUND.search(key)):
-                raise ConfigError(f"{key}={value} is not finite; set it to a number")
+                raise ConfigError(f"{key}={value} is not finite; set it to a number", key=key)
 
 
 @contextmanager
@@ -349,16 +351,17 @@ def readable_errors() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
-        raise (cause or ConfigError(_one_line(error))) from error
+        raise (cause or _plain_error(error)) from error
 
 
-def _one_line(error: BaseException) -> str:
+def _plain_error(error: BaseException) -> ConfigError:
+    """Return an error of OmegaConf as a ConfigError of one line."""
     lines = [line.strip() for line in str(error).splitlines()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
     for pattern, expected in _EXPECTED if key else ():
         if found := re.fullmatch(pattern, lines[0]):
-            return f"{key} {expected} {found[1]}".rstrip()
-    return f"{key}: {lines[0]}" if key else lines[0]
+            return ConfigError(f"{key} {expected} {found[1]}".rstrip(), key=key)
+    return ConfigError(f"{key}: {lines[0]}", key=key) if key else ConfigError(lines[0])
 
 
 def read_yaml(path: str | Path) -> DictConfig:

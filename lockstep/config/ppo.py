@@ -139,20 +139,28 @@ class PPOConfig:
         model = self.actor_rollout_ref.model.path
         files = self.data.train_files
         if not model:
-            raise ConfigError("actor_rollout_ref.model.path is empty; name a Hugging Face model folder")
+            raise ConfigError(
+                "actor_rollout_ref.model.path is empty; name a Hugging Face model folder", key="actor_rollout_ref.model.path"
+            )
         if not files:
-            raise ConfigError("data.train_files is empty; name a parquet, json or jsonl file with a 'prompt' column")
+            raise ConfigError(
+                "data.train_files is empty; name a parquet, json or jsonl file with a 'prompt' column", key="data.train_files"
+            )
         if model == EMBEDDED and files != EMBEDDED:
             raise ConfigError(
                 f"data.train_files={files} is set but actor_rollout_ref.model.path is not: the embedded model knows only the "
-                "embedded task; set actor_rollout_ref.model.path to a Hugging Face model folder"
+                "embedded task; set actor_rollout_ref.model.path to a Hugging Face model folder",
+                key="data.train_files",
             )
         if self.reward_model.enable and not self.reward_model.model.path:
             raise ConfigError(
-                "reward_model.enable=true needs reward_model.model.path: the folder of a sequence-classification model"
+                "reward_model.enable=true needs reward_model.model.path: the folder of a sequence-classification model",
+                key="reward_model.enable",
             )
         if (self.data.custom_cls.path is None) != (self.data.custom_cls.name is None):
-            raise ConfigError("data.custom_cls.path and data.custom_cls.name go together; set both or neither")
+            raise ConfigError(
+                "data.custom_cls.path and data.custom_cls.name go together; set both or neither", key="data.custom_cls.path"
+            )
 
     def _check_batches(self) -> None:
         batch = self.data.train_batch_size
@@ -163,7 +171,8 @@ class PPOConfig:
             if batch % size:
                 raise ConfigError(
                     f"data.train_batch_size={batch} prompts cannot be cut into mini-batches of {key}={size} prompts; "
-                    f"make {key} a divisor of data.train_batch_size"
+                    f"make {key} a divisor of data.train_batch_size",
+                    key="data.train_batch_size",
                 )
         longest = self.data.max_prompt_length + self.data.max_response_length
         actor = self.actor_rollout_ref.actor
@@ -179,22 +188,32 @@ class PPOConfig:
                 among = f" divided among {ranks} ranks" if ranks > 1 else ""
                 raise ConfigError(
                     f"{key}={budget} tokens cannot hold one row of data.max_prompt_length + data.max_response_length = {longest} "
-                    f"tokens{among}; raise {key} to at least {-(-longest // ranks)}"
+                    f"tokens{among}; raise {key} to at least {-(-longest // ranks)}",
+                    key=key,
                 )
 
     def _check_rewards(self) -> None:
         if self.actor_rollout_ref.rollout.router_replay and self.agent.is_on:
-            raise ConfigError("actor_rollout_ref.rollout.router_replay=true does not go with episodes (agent.*); set it to false")
+            raise ConfigError(
+                "actor_rollout_ref.rollout.router_replay=true does not go with episodes (agent.*); set it to false",
+                key="actor_rollout_ref.rollout.router_replay",
+            )
         if self.actor_rollout_ref.rollout.name == "sglang" and self.agent.is_on:
-            raise ConfigError("actor_rollout_ref.rollout.name=sglang does not go with episodes (agent.*); set native, vllm or hf")
+            raise ConfigError(
+                "actor_rollout_ref.rollout.name=sglang does not go with episodes (agent.*); set native, vllm or hf",
+                key="actor_rollout_ref.rollout.name",
+            )
         if self.algorithm.discount_unit == "turn" and not self.agent.is_on:
-            raise ConfigError("algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools")
+            raise ConfigError(
+                "algorithm.discount_unit=turn is for episodes: set agent.environment or agent.tools", key="algorithm.discount_unit"
+            )
         overlong = self.reward.overlong_buffer
         longest = self.data.max_response_length
         if overlong.enable and overlong.num_tokens(longest) > longest:
             raise ConfigError(
                 f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length={longest}, so every response would lose "
-                "reward; lower it, or set reward.overlong_buffer.enable=false"
+                "reward; lower it, or set reward.overlong_buffer.enable=false",
+                key="reward.overlong_buffer.len",
             )
 
     def _check_kl(self) -> None:
@@ -202,17 +221,20 @@ class PPOConfig:
         if self.algorithm.adv_estimator == "gae" and self.critic.enable is False:
             raise ConfigError(
                 "algorithm.adv_estimator=gae needs a critic, but critic.enable=false; remove critic.enable or choose "
-                "algorithm.adv_estimator=grpo"
+                "algorithm.adv_estimator=grpo",
+                key="algorithm.adv_estimator",
             )
         if self.algorithm.use_kl_in_reward and actor.use_kl_loss:
             raise ConfigError(
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true count the same KL twice; "
-                "turn one of them off"
+                "turn one of them off",
+                key="algorithm.use_kl_in_reward",
             )
         if self.actor_rollout_ref.ref.model.path is not None and not self.use_reference:
             raise ConfigError(
                 f"actor_rollout_ref.ref.model.path={self.actor_rollout_ref.ref.model.path} is set, but nothing reads a reference; set "
-                "algorithm.adv_estimator=distill, or a KL term: algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss"
+                "algorithm.adv_estimator=distill, or a KL term: algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss",
+                key="actor_rollout_ref.ref.model.path",
             )
         rows = self.data.train_batch_size * self.actor_rollout_ref.rollout.n
         control = self.algorithm.kl_ctrl
@@ -220,17 +242,20 @@ class PPOConfig:
         if self.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * rows >= control.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon={control.horizon} is too short for data.train_batch_size * actor_rollout_ref.rollout.n = "
-                f"{rows} rows per step: one step could take the adaptive KL weight to zero; set it above {0.2 * rows:g}"
+                f"{rows} rows per step: one step could take the adaptive KL weight to zero; set it above {0.2 * rows:g}",
+                key="algorithm.kl_ctrl.horizon",
             )
         if self.actor_rollout_ref.rollout.temperature == 0:
             raise ConfigError(
                 "actor_rollout_ref.rollout.temperature=0 samples the same response every time, so there is nothing to learn; "
-                "use a temperature above 0 (validation has its own: actor_rollout_ref.rollout.val_kwargs.temperature)"
+                "use a temperature above 0 (validation has its own: actor_rollout_ref.rollout.val_kwargs.temperature)",
+                key="actor_rollout_ref.rollout.temperature",
             )
         if self.trainer.critic_warmup and not self.use_critic:
             raise ConfigError(
                 f"trainer.critic_warmup={self.trainer.critic_warmup} needs a critic, but algorithm.adv_estimator="
-                f"{self.algorithm.adv_estimator} runs without one; set trainer.critic_warmup=0"
+                f"{self.algorithm.adv_estimator} runs without one; set trainer.critic_warmup=0",
+                key="trainer.critic_warmup",
             )
 
     def _check_placement(self) -> None:
@@ -239,7 +264,8 @@ class PPOConfig:
                 "trainer.worker_group=local runs one process, but the run asks for more (trainer.n_gpus_per_node="
                 f"{self.trainer.n_gpus_per_node}, trainer.nnodes={self.trainer.nnodes}, critic.enable_resource_pool="
                 f"{self.critic.enable_resource_pool}, reward_model.enable_resource_pool={self.reward_model.enable_resource_pool}); "
-                "use trainer.worker_group=ray, or one process"
+                "use trainer.worker_group=ray, or one process",
+                key="trainer.worker_group",
             )
 
 

@@ -23,7 +23,9 @@ class CustomRewardConfig:
         at_home(self, "path")
         if not self.path and self.name != CustomRewardConfig.name:
             key = "reward.custom_reward_function"
-            raise ConfigError(f"{key}.name={self.name}, but {key}.path is not set; set it to the file, or leave {key}.name out")
+            raise ConfigError(
+                f"{key}.name={self.name}, but {key}.path is not set; set it to the file, or leave {key}.name out", key=f"{key}.name"
+            )
 
 
 @dataclass
@@ -132,7 +134,8 @@ class RewardModelConfig(EngineChoice):
             name = "lora_rank" if self.model.lora_rank else "lora_adapter_path"
             raise ConfigError(
                 f"reward_model.model.{name} is for a model that learns; leave it out, and name a folder with the adapter merged in "
-                "reward_model.model.path where there is one, such as a checkpoint of lockstep reward-model"
+                "reward_model.model.path where there is one, such as a checkpoint of lockstep reward-model",
+                key=f"reward_model.model.{name}",
             )
         at_least(self, "reward_model", 1, "micro_batch_size_per_gpu", "n_gpus_per_node", "nnodes")
         auto_or_at_least(self, "reward_model", 1, "max_token_len_per_gpu")

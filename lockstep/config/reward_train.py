@@ -50,8 +50,14 @@ class RewardTrainConfig(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.data.train_files:
-            raise ConfigError("data.train_files is empty; name a parquet, json or jsonl file with the columns chosen and rejected")
+            raise ConfigError(
+                "data.train_files is empty; name a parquet, json or jsonl file with the columns chosen and rejected",
+                key="data.train_files",
+            )
         if self.data.truncation == "right":
-            raise ConfigError("data.truncation=right cuts off the end of a response, where its score is read; use left or middle")
+            raise ConfigError(
+                "data.truncation=right cuts off the end of a response, where its score is read; use left or middle",
+                key="data.truncation",
+            )
         self.trainer.check_validated(bool(self.data.val_files))
         self.check_pairs(self.data.max_length)

@@ -52,7 +52,9 @@ class SamplingParams:
 def check_stop(prefix: str, stop: Sequence[str]) -> None:
     """Raise ConfigError, with `prefix` before the name, when one of the strings is empty."""
     if "" in stop:
-        raise ConfigError(f"{prefix}.stop={list(stop)} has an empty string, which every response ends with; leave it out")
+        raise ConfigError(
+            f"{prefix}.stop={list(stop)} has an empty string, which every response ends with; leave it out", key=f"{prefix}.stop"
+        )
 
 
 def check_line_breaks(name: str, stop: Sequence[str]) -> None:
@@ -60,7 +62,8 @@ def check_line_breaks(name: str, stop: Sequence[str]) -> None:
     if found := [text for text in stop if re.search(r"\\[nrt](?![a-z])", text)]:
         raise ConfigError(
             f"{name} has {found[0]}, with a backslash and a letter as they are, which a model hardly writes; a line break is $'...\\n...' "
-            'around the whole word in a shell, and "\\n" in double quotes in a YAML file'
+            'around the whole word in a shell, and "\\n" in double quotes in a YAML file',
+            key=name,
         )
 
 

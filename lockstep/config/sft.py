@@ -72,7 +72,8 @@ class SFTConfig(StageConfig):
         super().__post_init__()
         if not self.data.train_files:
             raise ConfigError(
-                "data.train_files is empty; name a parquet, json or jsonl file with the columns messages, prompt and completion, or text"
+                "data.train_files is empty; name a parquet, json or jsonl file with the columns messages, prompt and completion, or text",
+                key="data.train_files",
             )
         self.check_longest("data.max_length", self.data.max_length)
         self.trainer.check_validated(bool(self.data.val_files or self.sampled.files))

@@ -99,7 +99,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         if not self.model.path:
-            raise ConfigError("model.path is empty; name a Hugging Face model folder")
+            raise ConfigError("model.path is empty; name a Hugging Face model folder", key="model.path")
         if self.trainer.experiment_name is None:
             name = default_name(self, self.command.removeprefix("lockstep "), self.model.path)
             self.trainer = replace(self.trainer, experiment_name=name)
@@ -109,7 +109,8 @@ class StageConfig:
         if self.trainer.worker_group == "local" and self.needs_ray:
             raise ConfigError(
                 "trainer.worker_group=local runs one process, but the run asks for more (trainer.n_gpus_per_node="
-                f"{self.trainer.n_gpus_per_node}, trainer.nnodes={self.trainer.nnodes}); use trainer.worker_group=ray, or one process"
+                f"{self.trainer.n_gpus_per_node}, trainer.nnodes={self.trainer.nnodes}); use trainer.worker_group=ray, or one process",
+                key="trainer.worker_group",
             )
 
     @property
@@ -129,7 +130,8 @@ class StageConfig:
         if self.engine.micro_batch_size_per_gpu is None and not isinstance(budget, str) and budget * ranks < longest:
             raise ConfigError(
                 f"engine.max_token_len_per_gpu={budget} tokens cannot hold one row of {key}={longest} tokens; "
-                f"raise engine.max_token_len_per_gpu to at least {-(-longest // ranks)}"
+                f"raise engine.max_token_len_per_gpu to at least {-(-longest // ranks)}",
+                key="engine.max_token_len_per_gpu",
             )
 
     def check_pairs(self, max_length: int) -> None:
@@ -137,7 +139,8 @@ class StageConfig:
         self.check_longest("2 * data.max_length", 2 * max_length)
         if self.engine.micro_batch_size_per_gpu == 1:
             raise ConfigError(
-                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2"
+                "engine.micro_batch_size_per_gpu=1 holds one row, but the two rows of a pair are computed together; set 2",
+                key="engine.micro_batch_size_per_gpu",
             )
 
     def policy(self, sampling: SamplingConfig | None = None) -> ActorRolloutRefConfig:

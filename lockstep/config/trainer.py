@@ -84,11 +84,15 @@ class RunConfig:
         one_of("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         one_of("trainer.on_save_failure", self.on_save_failure, ("stop", "continue"))
         if self.resume_mode == "resume_path" and not self.resume_from_path:
-            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path: the global_step_N folder")
+            raise ConfigError(
+                "trainer.resume_mode=resume_path needs trainer.resume_from_path: the global_step_N folder",
+                key="trainer.resume_mode",
+            )
         if self.resume_mode != "resume_path" and self.resume_from_path:
             raise ConfigError(
                 f"trainer.resume_from_path is set, but trainer.resume_mode={self.resume_mode} does not read it; "
-                "set trainer.resume_mode=resume_path"
+                "set trainer.resume_mode=resume_path",
+                key="trainer.resume_from_path",
             )
         at_least(self, "trainer", 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes", "max_ckpt_to_keep")
         in_range(self, "trainer", -(2**63), 2**63 - 1, "seed")
@@ -96,10 +100,15 @@ class RunConfig:
         at_least(self, "trainer", 0, "max_restarts")
         one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback"))
         if self.on_nonfinite == "rollback" and not self.max_restarts:
-            raise ConfigError("trainer.on_nonfinite=rollback needs trainer.max_restarts: how often it may be done")
+            raise ConfigError(
+                "trainer.on_nonfinite=rollback needs trainer.max_restarts: how often it may be done", key="trainer.on_nonfinite"
+            )
         at_least(self, "trainer", -1, "test_freq", "save_freq", "val_before_train_samples")
         if self.val_before_train_samples == 0:
-            raise ConfigError("trainer.val_before_train_samples=0 validates nothing; set trainer.val_before_train=false")
+            raise ConfigError(
+                "trainer.val_before_train_samples=0 validates nothing; set trainer.val_before_train=false",
+                key="trainer.val_before_train_samples",
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -115,11 +124,17 @@ class RunConfig:
         }
         for setting, is_set in asked.items():
             if is_set and not has_rows:
-                raise ConfigError(f"trainer.{setting}, but there is nothing to validate on; set data.val_files, or leave it out")
+                raise ConfigError(
+                    f"trainer.{setting}, but there is nothing to validate on; set data.val_files, or leave it out",
+                    key=f"trainer.{setting.partition('=')[0]}",
+                )
         needs = str(self.best_metric).startswith(("val/", "val-"))
         if needs and not (has_rows and self.test_freq):
             lacks = "trainer.test_freq other than 0" if has_rows else "data.val_files"
-            raise ConfigError(f"trainer.best_metric={self.best_metric} is of a validation, and this run has none; set {lacks}")
+            raise ConfigError(
+                f"trainer.best_metric={self.best_metric} is of a validation, and this run has none; set {lacks}",
+                key="trainer.best_metric",
+            )
 
     def first_validation_rows(self, num_rows: int, samples_per_row: int, samples_per_step: int) -> list[int]:
         """The rows of `num_rows` that are validated before the first step: all, or some that are spread evenly."""
@@ -162,7 +177,8 @@ class TrainerConfig(RunConfig):
         super().check_validated(has_rows)
         if self.validation_data_dir is not None and not has_rows:
             raise ConfigError(
-                "trainer.validation_data_dir is set, but there is nothing to validate on; set data.val_files, or leave it out"
+                "trainer.validation_data_dir is set, but there is nothing to validate on; set data.val_files, or leave it out",
+                key="trainer.validation_data_dir",
             )
 
 

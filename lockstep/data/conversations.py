@@ -126,7 +126,8 @@ def _check_thinking(message: Message, shown: str) -> None:
         if isinstance(thought, str) and thought.strip() not in shown:
             raise DataError(
                 f"the chat template drops the thinking of a trained message ({thought.strip()[:40]!r}...); take it out of the row, or use "
-                "a template (or data.apply_chat_template_kwargs) that shows it"
+                "a template (or data.apply_chat_template_kwargs) that shows it",
+                key="data.apply_chat_template_kwargs",
             )
 
 
@@ -169,14 +170,21 @@ def choose_messages(messages: Sequence[Message], train_on: str, start: int = 0) 
     for message, mark, speaks in zip(messages, marks, assistant, strict=True):
         if train_on == "flag":
             if mark is None and speaks:
-                raise DataError(f"train_on=flag needs a boolean `train` in every assistant message; there is none in {message!r}")
+                raise DataError(
+                    f"train_on=flag needs a boolean `train` in every assistant message; there is none in {message!r}",
+                    key="data.train_on",
+                )
         elif train_on == "all":
             if mark is False:
                 raise DataError(
-                    f"train_on=all trains every token, but a message is not to be trained: {message!r}; set train_on=assistant"
+                    f"train_on=all trains every token, but a message is not to be trained: {message!r}; set train_on=assistant",
+                    key="data.train_on",
                 )
         elif mark and not speaks:
-            raise DataError(f"only train_on=flag trains a message of {message['role']!r}, and one is to be trained: {message!r}")
+            raise DataError(
+                f"only train_on=flag trains a message of {message['role']!r}, and one is to be trained: {message!r}",
+                key="data.train_on",
+            )
     if train_on == "flag":
         return [bool(mark) for mark in marks]
     if train_on == "all":

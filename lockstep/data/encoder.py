@@ -102,7 +102,7 @@ class PromptEncoder:
         try:
             return self._shown(messages)
         except DataError as error:
-            raise DataError(f"{self._place(index)}: {error}") from error
+            raise DataError(f"{self._place(index)}: {error}", key=error.key) from error
 
 
 def num_bytes(text: str) -> int:

@@ -158,7 +158,8 @@ class PairDataset(TrainingRows):
         if identical and not self._skip_identical:
             raise DataError(
                 f"{self._files.place(identical[0])}: chosen and rejected are the same; so they are in {len(identical)} of "
-                f"{len(rows)} rows: take these out, or set data.skip_identical=true"
+                f"{len(rows)} rows: take these out, or set data.skip_identical=true",
+                key="data.skip_identical",
             )
         self.num_skipped = len(identical)
         if self.num_skipped == len(rows):

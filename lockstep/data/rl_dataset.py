@@ -69,7 +69,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._max_prompt_length: int = config.max_prompt_length
         self._truncation: str = config.truncation
         if self._truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation must be one of {TRUNCATIONS}, not {self._truncation!r}")
+            raise ConfigError(f"data.truncation must be one of {TRUNCATIONS}, not {self._truncation!r}", key="data.truncation")
         if max_samples == 0 or max_samples < -1:
             raise ConfigError(
                 f"max_samples (data.train_max_samples, data.val_max_samples) must be -1 or positive, not {max_samples}"
@@ -84,7 +84,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if self._prompt_key not in self._files.columns:
             raise DataError(
                 f"no column {self._prompt_key!r} in {paths}: the columns are {sorted(self._files.columns)}; "
-                "data.prompt_key names the one that holds the prompt"
+                "data.prompt_key names the one that holds the prompt",
+                key="data.prompt_key",
             )
         self._rows = choose_rows(len(self._files), max_samples, config.shuffle, config.seed)
         self.num_filtered = 0
@@ -137,7 +138,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if not len(self._rows):
             raise DataError(
                 f"all {num_rows} prompts are longer than data.max_prompt_length={self._max_prompt_length} tokens "
-                "and data.filter_overlong_prompts leaves them out: raise the limit"
+                "and data.filter_overlong_prompts leaves them out: raise the limit",
+                key="data.max_prompt_length",
             )
 
     def _refuse(self, overlong: list[Length], are_all: bool) -> None:
@@ -147,5 +149,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             raise DataError(
                 f"{'' if are_all else 'at least '}{len(overlong)} prompt{'s are' if len(overlong) > 1 else ' is'} longer than "
                 f"data.max_prompt_length={self._max_prompt_length} tokens: {shown}{', ...' if len(overlong) > 3 else ''}; "
-                "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true"
+                "set data.truncation to left, right or middle, or data.filter_overlong_prompts to true",
+                key="data.max_prompt_length",
             )

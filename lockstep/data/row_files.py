@@ -268,7 +268,9 @@ def choose_rows(num_rows: int, max_samples: int, shuffle: bool, seed: int | None
     if not shuffle:
         return np.arange(max_samples)
     if seed is None:
-        raise ConfigError("choosing a random subset needs a number in data.seed, or data.shuffle=false for the first rows")
+        raise ConfigError(
+            "choosing a random subset needs a number in data.seed, or data.shuffle=false for the first rows", key="data.seed"
+        )
     import torch  # nothing else here needs it
 
     generator = torch.Generator().manual_seed(seed)

@@ -30,7 +30,8 @@ class PromptSchedule:
         if not 1 <= self.batch_size <= self.num_rows:
             raise ConfigError(
                 f"data.train_batch_size={self.batch_size} must be between 1 and the number of rows, {self.num_rows}: "
-                "lower it, or give more data"
+                "lower it, or give more data",
+                key="data.train_batch_size",
             )
 
     @property

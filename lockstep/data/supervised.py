@@ -86,7 +86,7 @@ class SupervisedDataset(TrainingRows):
 
     def _plain(self, prompt: str, answer: str) -> MarkedText:
         if self._train_on == "flag":
-            raise DataError("train_on=flag needs messages, each with a boolean `train`; the row is plain text")
+            raise DataError("train_on=flag needs messages, each with a boolean `train`; the row is plain text", key="data.train_on")
         text = prompt + answer
         return MarkedText(text, ((0 if self._train_on == "all" else len(prompt), len(text)),), False)
 

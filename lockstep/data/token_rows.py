@@ -132,8 +132,11 @@ class TooLong(DataError):
     """A row does not fit into data.max_length; `needed` is a length with which it does."""
 
     def __init__(self, message: str, needed: int) -> None:
-        super().__init__(message)
+        super().__init__(message, key="data.max_length")
         self.needed = needed
+
+    def __reduce__(self) -> tuple[type[TooLong], tuple[str, int]]:
+        return type(self), (str(self), self.needed)
 
     @classmethod
     def of(cls, length: int, max_length: int) -> TooLong:

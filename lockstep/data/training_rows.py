@@ -118,7 +118,8 @@ class TrainingRows:
             )
             if self.num_filtered == num_rows:
                 raise DataError(
-                    f"data.filter_overlong_rows leaves out all {num_rows:,} rows: with data.max_length={max(overlong.values())} all fit"
+                    f"data.filter_overlong_rows leaves out all {num_rows:,} rows: with data.max_length={max(overlong.values())} all fit",
+                    key="data.filter_overlong_rows",
                 )
             self._rows, sizes = (np.delete(values, list(overlong)) for values in (self._rows, sizes))
         elif overlong:
@@ -160,7 +161,8 @@ class TrainingRows:
             f"{many} not fit{cut} into data.max_length={self._max_length}; the longest is {self.place(position)}, which needs "
             f"{overlong[position]} tokens: set data.max_length={overlong[position]}"
             + ("" if cut else ", set data.truncation to left, right or middle,")
-            + " or leave such rows out with data.filter_overlong_rows=true"
+            + " or leave such rows out with data.filter_overlong_rows=true",
+            key="data.max_length",
         )
 
     def sources(self) -> dict[str, list[int]]:
@@ -231,7 +233,7 @@ class TrainingRows:
         except TooLong as error:
             raise TooLong(f"{self._files.place(index)}: {error}", error.needed) from error
         except DataError as error:
-            raise DataError(f"{self._files.place(index)}: {error}") from error
+            raise DataError(f"{self._files.place(index)}: {error}", key=error.key) from error
 
     def _conversation(self, prompt: Any, answer: Any) -> tuple[list[Message], int] | None:
         """The messages of a prompt and its answer, each a string or messages, and how many are the prompt's; None for plain text."""

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.errors import raises
 
 from lockstep.config import load_config
 from lockstep.config.dpo import DPOConfig
@@ -42,42 +43,41 @@ def test_the_folder_decides_and_the_model_adapts(tmp_path):
 )  # fmt: skip
 def test_options_that_are_not_plain_lora_are_refused(tmp_path, option):
     (name,) = option
-    with pytest.raises(ConfigError, match=rf"^key={tmp_path}.*{name}"):
+    with raises(ConfigError, "key") as error:
         read_adapter(adapter(tmp_path, **option), "key")
+    assert name in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_folder_without_an_adapter_is_refused(tmp_path, name):
     path = adapter(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=f"has no {name}; name a folder that peft wrote"):
+    with raises(ConfigError, "key") as error:
         read_adapter(path, "key")
+    assert name in str(error.value)
 
 
 def test_keys_that_contradict_the_folder_are_refused_with_their_names(tmp_path):
     key = "actor_rollout_ref.model"
-    for setting, found in (("lora_rank=8", "4"), ("lora_alpha=32", "8"), ("target_modules=[v_proj]", "q_proj")):
-        with pytest.raises(ConfigError, match=rf"{key}\.{setting.split('=')[0]}=.*{found}.*leave .* out"):
+    for setting in ("lora_rank=8", "lora_alpha=32", "target_modules=[v_proj]"):
+        with raises(ConfigError, f"{key}.{setting.partition('=')[0]}"):
             load_config([f"{key}.lora_adapter_path={adapter(tmp_path)}", f"{key}.{setting}"])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("key", "more"),
     [
-        (
-            ["actor_rollout_ref.model.lora_adapter_path={}", "actor_rollout_ref.actor.strategy=megatron"],
-            "fsdp2 or fsdp, not megatron",
-        ),
-        (["reward_model.model.lora_adapter_path={}"], "adapter merged"),
+        ("actor_rollout_ref.model.lora_adapter_path", ["actor_rollout_ref.actor.strategy=megatron"]),
+        ("reward_model.model.lora_adapter_path", []),
     ],
 )
-def test_what_cannot_learn_adapters_refuses_one(tmp_path, overrides, told):
-    with pytest.raises(ConfigError, match=told):
-        load_config([text.format(adapter(tmp_path)) for text in overrides])
+def test_what_cannot_learn_adapters_refuses_one(tmp_path, key, more):
+    with raises(ConfigError, key):
+        load_config([f"{key}={adapter(tmp_path)}", *more])
 
 
 def test_the_reference_of_dpo_is_the_model_without_the_adapter(tmp_path):
     overrides = ["model.path=model", "data.train_files=pairs.jsonl", f"model.lora_adapter_path={adapter(tmp_path)}"]
     assert load_recipe(DPOConfig, overrides).reference_mode == "adapter"
-    with pytest.raises(ConfigError, match=r"set reference.mode=adapter"):
+    with raises(ConfigError, "reference.mode"):
         load_recipe(DPOConfig, [*overrides, "reference.mode=file"])

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 import pytest
+from helpers.errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,5 +181,5 @@ def test_the_rows_of_the_first_validation_are_spread_evenly(given_key, samples, 
 
 
 def test_a_validation_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="val_before_train=false"):
+    with raises(ConfigError, "trainer.val_before_train_samples"):
         RunConfig(val_before_train_samples=0)

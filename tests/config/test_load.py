@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from helpers.errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -132,33 +133,33 @@ def test_a_weight_without_its_judge_is_an_error_that_shows_the_form():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "expected"),
+    ("key", "value"),
     [
-        ("data.train_batch_size", "many", " must be a whole number, not many"),
-        ("data.train_batch_size", "1.5", " must be a whole number, not 1.5"),
-        ("data.train_batch_size", "null", " must have a value; leave it out and it has its default"),
-        ("actor_rollout_ref.actor.optim.lr", "fast", " must be a number, not fast"),
-        ("actor_rollout_ref.rollout.max_num_seqs", "2.5", " must be a whole number or auto, not 2.5"),
-        ("data.shuffle", "perhaps", " must be true or false, not perhaps"),
-        ("trainer.logger", "3", r" must be a list such as \[a,b\]"),
-        ("algorithm.kl_ctrl.type", "[fixed]", ""),
-        ("data.train_max_samples", "0", "=0 leaves nothing; set it to -1 for all"),
-        ("data.val_max_samples", "-2", "=-2 leaves nothing; set it to -1 for all"),
-        ("actor_rollout_ref.actor.optim.lr", "inf", "=inf is not finite"),
-        ("actor_rollout_ref.actor.optim.weight_decay", "nan", "=nan is too small"),
-        ("actor_rollout_ref.actor.entropy_coeff", "nan", "=nan is not finite"),
-        ("actor_rollout_ref.actor.kl_loss_coef", "inf", "=inf is not finite"),
-        ("algorithm.kl_ctrl.kl_coef", "inf", "=inf is not finite"),
-        ("actor_rollout_ref.rollout.temperature", "inf", "=inf is not finite"),
-        ("actor_rollout_ref.rollout.val_kwargs.temperature", "nan", "=nan is not finite"),
+        ("data.train_batch_size", "many"),
+        ("data.train_batch_size", "1.5"),
+        ("data.train_batch_size", "null"),
+        ("actor_rollout_ref.actor.optim.lr", "fast"),
+        ("actor_rollout_ref.rollout.max_num_seqs", "2.5"),
+        ("data.shuffle", "perhaps"),
+        ("trainer.logger", "3"),
+        ("algorithm.kl_ctrl.type", "[fixed]"),
+        ("data.train_max_samples", "0"),
+        ("data.val_max_samples", "-2"),
+        ("actor_rollout_ref.actor.optim.lr", "inf"),
+        ("actor_rollout_ref.actor.optim.weight_decay", "nan"),
+        ("actor_rollout_ref.actor.entropy_coeff", "nan"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "inf"),
+        ("algorithm.kl_ctrl.kl_coef", "inf"),
+        ("actor_rollout_ref.rollout.temperature", "inf"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "nan"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key, value, expected, tmp_path):
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key, value):
     section, leaf = key.rsplit(".", 1)
     nested = OmegaConf.create()
     OmegaConf.update(nested, section, OmegaConf.create(f"{leaf}: {value}"))
     for load in (lambda: load_config([f"{key}={value}"]), lambda: as_config(nested)):
-        with pytest.raises(ConfigError, match=key.replace(".", r"\.") + expected):
+        with raises(ConfigError, key):
             load()
 
 
@@ -169,17 +170,13 @@ def test_a_bound_may_be_infinite():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("data.seed", "cannot read 'data.seed': expected key=value"),
-        ("data.seed=[1", "cannot read"),
-        ("~data.seed", "set it instead: data.seed=null"),
-        ("data.seed=1,2", "names several values; start one run for each"),
-    ],
+    ("text", "key"), [("data.seed", None), ("data.seed=[1", None), ("~data.seed", "data.seed"), ("data.seed=1,2", "data.seed")]
 )
-def test_an_override_that_is_not_one_value_for_one_key_is_an_error(text, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+def test_an_override_that_is_not_one_value_for_one_key_is_an_error(text, key):
+    with pytest.raises(ConfigError) as error:
         load_config([text])
+    assert error.value.key == key
+    assert text in str(error.value)
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
@@ -200,7 +197,7 @@ def test_what_is_not_a_mapping_of_sections_is_an_error(tmp_path):
         load_config(config_file=write(tmp_path, "data: {\n  seed: ["))
     with pytest.raises(ConfigError, match="mapping of sections, not list"):
         as_config(["data"])
-    with pytest.raises(ConfigError, match=r"data\.train_files"):
+    with raises(ConfigError, "data.train_files"):
         as_config({"data": {"train_files": object()}})
 
 
@@ -228,7 +225,7 @@ def test_offloading_is_auto_true_or_false():
     assert config.critic.fsdp_config.param_offload == config.actor_rollout_ref.actor.fsdp_config.param_offload == "auto"
     for key in (critic, ref, "reward_model.fsdp_config.param_offload"):
         for wrong in ("perhaps", "true", 1, None):
-            with pytest.raises(ConfigError, match=r"\.".join(key.split(".")[-2:])):
+            with raises(ConfigError, key):
                 with_changes(config, {key: wrong})
 
 
@@ -345,13 +342,9 @@ def test_changes_are_checked_like_the_command_line():
     assert (changed.algorithm.lam, changed.algorithm.adv_estimator) == (0.5, "grpo")
     assert changed.actor_rollout_ref.actor.policy_loss.loss_kwargs == {"slope": 2}
     assert config.algorithm.lam == 1.0
-    for changes, says in (
-        ({"algorithm.lan": 1}, "algorithm.lam"),
-        ({"algorithm.lam": 2}, "out of range"),
-        ({"algorithm.lam": "x"}, "lam"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            with_changes(config, changes)
+    for key, value in (("algorithm.lan", 1), ("algorithm.lam", 2), ("algorithm.lam", "x")):
+        with raises(ConfigError, key):
+            with_changes(config, {key: value})
 
 
 def test_the_keys_of_a_file_and_of_overrides_are_read_with_their_values(tmp_path):
@@ -369,7 +362,7 @@ def test_the_embedded_task_runs_without_a_critic_by_one_key():
     config = load_config(["algorithm.adv_estimator=grpo"])
     assert (config.use_critic, config.trainer.critic_warmup) == (False, 0)
     assert load_config([]).trainer.critic_warmup > 0
-    with pytest.raises(ConfigError, match="critic_warmup=3 needs a critic"):
+    with raises(ConfigError, "trainer.critic_warmup"):
         load_config(["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"])
 
 
@@ -421,8 +414,9 @@ def test_only_the_keys_of_the_chosen_engine_exist_in_a_run(root, strategy, tmp_p
                 load_recipe(root, [*chosen, f"{role}.{section}.{name}=1"])
                 continue
             for key in (f"{role}.{section}.{name}=1", f"{role}.{section}={{{name}: 1}}"):
-                with pytest.raises(ConfigError, match=rf"{re.escape(role)}\.{section}\.{name} .*{re.escape(role)}\.strategy"):
+                with raises(ConfigError, f"{role}.{section}.{name}") as error:
                     load_recipe(root, [*chosen, key])
+                assert f"{role}.strategy" in str(error.value)
         config = load_recipe(root, chosen)
         text = to_yaml(config)
         sections = functools.reduce(lambda node, part: node[part], role.split("."), OmegaConf.create(text))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -106,8 +107,9 @@ def test_both_rows_have_the_same_prompt_tokens_and_the_tokens_of_the_whole_text(
 
 def test_identical_answers_are_an_error_or_left_out(open_pairs):
     same, other = {"prompt": "q", "chosen": "48", "rejected": "48"}, {"prompt": "q", "chosen": "48", "rejected": "49"}
-    with pytest.raises(DataError, match=r"pairs.jsonl row 1: chosen and rejected are the same; so they are in 2 of 4 rows"):
+    with raises(DataError, "data.skip_identical") as error:
         open_pairs([other, same, other, same])
+    assert "pairs.jsonl row 1" in str(error.value)
     dataset = open_pairs([other, same, other, same], skip_identical=True)
     assert (len(dataset), dataset.num_skipped) == (2, 2)
     assert dataset.batch([0, 1]).non_tensor_batch["index"].tolist() == [0, 0, 2, 2]

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,7 +202,7 @@ def test_max_samples_is_a_seeded_subset_when_shuffled_and_the_first_rows_otherwi
     assert chosen(100) == chosen(-1) == list(range(40))
     with pytest.raises(ConfigError, match="max_samples"):
         chosen(0)
-    with pytest.raises(ConfigError, match=r"data\.seed"):
+    with raises(ConfigError, "data.seed"):
         chosen(5, seed=None)
 
 
@@ -229,11 +230,16 @@ def test_items_are_truncated_to_the_limit_on_the_configured_side(tokenizer, tmp_
 def test_overlong_prompts_fail_at_construction_with_their_number_the_first_rows_and_both_keys(tokenizer, tmp_path):
     rows = [{"prompt": words(*range(10 if n % 2 else 1))} for n in range(14)]
     path = write(tmp_path / "p.parquet", rows)
-    listed = ", ".join(rf"{path} row {n} \(12 tokens\)" for n in (1, 3, 5))
-    with pytest.raises(DataError, match=rf"^7 prompts .*=8 tokens: {listed}, \.\.\.; .*data.truncation.*filter_overlong_prompts"):
+    listed = ", ".join(f"{path} row {n} (12 tokens)" for n in (1, 3, 5))
+    with raises(DataError, "data.max_prompt_length") as error:
         RLHFDataset(path, tokenizer, data_config())
-    with pytest.raises(DataError, match=r"1 prompt is longer .*row 1 \(12 tokens\);"):
+    said = str(error.value)
+    assert said.startswith("7 ")
+    assert listed in said
+    assert all(key in said for key in ("data.truncation", "data.filter_overlong_prompts"))
+    with raises(DataError, "data.max_prompt_length") as error:
         RLHFDataset(path, tokenizer, data_config(shuffle=False), max_samples=3)
+    assert "row 1 (12 tokens);" in str(error.value)
 
 
 def test_where_not_all_prompts_were_measured_the_error_does_not_say_that_it_has_counted_them(tokenizer, tmp_path, monkeypatch):
@@ -298,7 +304,7 @@ def test_a_second_file_without_the_prompt_column_is_named(tokenizer, tmp_path):
 
 def test_a_dataset_emptied_by_the_filter_is_an_error(tokenizer, tmp_path):
     path = write(tmp_path / "p.parquet", [{"prompt": words(*range(10))}])
-    with pytest.raises(DataError, match=r"all 1 prompts are longer than data.max_prompt_length=8"):
+    with raises(DataError, "data.max_prompt_length"):
         RLHFDataset(path, tokenizer, data_config(filter_overlong_prompts=True))
 
 
@@ -331,7 +337,7 @@ def test_a_prompt_without_tokens_is_an_error(plain_tokenizer, tmp_path):
 
 
 def test_unknown_truncation_is_a_config_error(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.truncation"):
+    with raises(ConfigError, "data.truncation"):
         RLHFDataset(write(tmp_path / "p.parquet", [{"prompt": "w1"}]), tokenizer, data_config(truncation="top"))
 
 
