@@ -28,8 +28,8 @@ from lockstep.tools.load_model import add_model_arguments, find_model, load_mode
 
 if TYPE_CHECKING:
     from lockstep.data.preprocess.main import Account
-    from lockstep.tools.evaluate.answering import Answerer, Drawing
-    from lockstep.tools.evaluate.question import Question
+    from lockstep.tools.evaluate.answerers import Answerer, AnswerSampling
+    from lockstep.tools.evaluate.questions import Question
 
 TASK_NAMES = ("gsm8k", "math", "hellaswag", "humaneval", "mbpp")
 _KEY = re.compile(r"[a-z_]+(\.\w+)+=")
@@ -47,7 +47,7 @@ class EvalPlan:
 
     questions: list[Question]
     template: dict[str, Any]
-    drawing: Drawing
+    drawing: AnswerSampling
     judging: dict[str, Any]
     """The arguments of RewardManager."""
     judges: list[Any]
@@ -79,9 +79,16 @@ def evaluate(options: argparse.Namespace, console: SafeConsole | None = None) ->
 
     Raises LockstepError for a model, data or a reward that cannot be used, all but the model before it is loaded.
     """
-    from lockstep.tools.evaluate.against import check_against
-    from lockstep.tools.evaluate.question import digest
-    from lockstep.tools.evaluate.results import compare_with, question_entries, read_results, source_rows, summarise, write_samples
+    from lockstep.tools.evaluate.questions import digest
+    from lockstep.tools.evaluate.results import (
+        check_against,
+        compare_with,
+        question_entries,
+        read_results,
+        source_rows,
+        summarise,
+        write_samples,
+    )
     from lockstep.tools.evaluate.scoring import ask_and_judge, choose
 
     is_server = options.model.startswith(("http://", "https://"))
@@ -138,8 +145,8 @@ def evaluate(options: argparse.Namespace, console: SafeConsole | None = None) ->
 def _plan(options: argparse.Namespace, server: Any) -> EvalPlan:
     """Read questions, rewards and sampling, and check them."""
     from lockstep.rewards.manager import RewardManager
-    from lockstep.tools.evaluate.against import judges_of
-    from lockstep.tools.evaluate.rows import data_questions
+    from lockstep.tools.evaluate.questions import data_questions
+    from lockstep.tools.evaluate.results import judges_of
     from lockstep.tools.evaluate.scoring import Texts
     from lockstep.tools.evaluate.tasks import TASKS, load_task
     from lockstep.trainer.run.setup import reward_arguments
@@ -184,9 +191,11 @@ def _sandbox_settings(config: PPOConfig) -> dict[str, Any]:
     return {"wall_s": sandbox.wall_s, "memory_limit_mb": sandbox.memory_limit_mb}
 
 
-def _drawing(options: argparse.Namespace, config: PPOConfig, is_run: bool, stop: tuple[str, ...], max_tokens: int) -> Drawing:
+def _drawing(
+    options: argparse.Namespace, config: PPOConfig, is_run: bool, stop: tuple[str, ...], max_tokens: int
+) -> AnswerSampling:
     """As a run validates, or greedily; the command's own options first."""
-    from lockstep.tools.evaluate.answering import Drawing
+    from lockstep.tools.evaluate.answerers import AnswerSampling
 
     values: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
     if is_run:
@@ -194,8 +203,8 @@ def _drawing(options: argparse.Namespace, config: PPOConfig, is_run: bool, stop:
         rollout = config.actor_rollout_ref.rollout
         values |= {name: getattr(rollout.val_kwargs, name) for name in names} | {"seed": config.trainer.seed}
         values["stop"] = stop or tuple(rollout.stop)
-    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Drawing)}
-    return Drawing(**values | {name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(AnswerSampling)}
+    return AnswerSampling(**values | {name: value for name, value in given.items() if value is not None})
 
 
 def _config(options: argparse.Namespace) -> tuple[PPOConfig, bool]:
@@ -228,13 +237,13 @@ def _refuse_unread(options: argparse.Namespace, is_run: bool) -> None:
 
 
 def _server(options: argparse.Namespace) -> Any:
-    from lockstep.tools.evaluate.server import Server
+    from lockstep.tools.evaluate.answerers import ServerModel
 
-    return Server(options.model, options.served_model, options.concurrency, options.timeout)
+    return ServerModel(options.model, options.served_model, options.concurrency, options.timeout)
 
 
 def _local(options: argparse.Namespace, plan: EvalPlan) -> Answerer:
-    from lockstep.tools.evaluate.answering import LocalModel
+    from lockstep.tools.evaluate.answerers import LocalModel
 
     loaded = load_model_of(options)
     kwargs = plan.template.get("template_kwargs") or {}
@@ -256,7 +265,7 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _contamination(plan: EvalPlan, samples: Any, found: dict[str, Any]) -> dict[str, Any]:
-    from lockstep.tools.evaluate.contamination import NUM_WORDS, find_contaminated, num_too_short, training_texts
+    from lockstep.tools.evaluate.questions import NUM_WORDS, find_contaminated, num_too_short, training_texts
     from lockstep.tools.evaluate.results import mean_scores
 
     hit = find_contaminated(plan.questions, training_texts(plan.train_files))

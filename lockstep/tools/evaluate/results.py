@@ -1,9 +1,15 @@
-"""What samples come to: numbers with intervals, by source; the same as JSON and as a table; and beside those of an earlier result file."""
+"""What samples come to: numbers with intervals, by source; the same as JSON and as a table; and beside an earlier result file.
+
+Two results can be compared if the same judge judged each question. Another judge, or other settings of it, is an error: the difference
+would be of the judges. Other differences (the code of the same function, the template, the sampling) may be what is compared, or change
+nothing: they are only named.
+"""
 
 import functools
+import inspect
 import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +17,34 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.config.identity import redacted
 from lockstep.data.preprocess.main import Account
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.observability.score_summary import score_summary
 from lockstep.observability.statistics import Estimate, compare, estimate
-from lockstep.tools.evaluate.question import Question, Sample, digest
+from lockstep.rewards.judges import MODEL
+from lockstep.rewards.manager import RewardManager
+from lockstep.tools.evaluate.questions import Question, Sample, digest
 from lockstep.tools.evaluate.scoring import FORMATTED
 from lockstep.utils.terminal import printable
 
 Numbers = dict[str, dict[str, Any]]
 """Name -> value, low, high."""
+Judge = dict[str, dict[str, Any]]
+"""Name of a judge -> weight, function (file.py:name), settings, and a hash of the code of its file."""
 
 
 def summarise(questions: Sequence[Question], samples: Sequence[Sample], shown: Sequence[str] | None) -> dict[str, Any]:
-    """By source: `scores` (variable -> name -> number with its interval), `cut_by_length`, `format_failures` where the judge says so,
-    `num_questions`, `num_samples`, `num_missing`.
+    """Return source -> its numbers.
 
-    `shown` are the scores to sum up; None: `acc` where the reward gives it, else `reward`. Raises DataError where no sample has a score.
+    ```text
+    scores                                    variable -> name -> number with its interval
+    cut_by_length                             the share of answers that reached the limit
+    format_failures                           the share of answers without the requested form, if the judge tells
+    num_questions, num_samples, num_missing   counts
+    ```
+
+    `shown` are the scores to sum up; None: `acc` if the reward gives it, else `reward`. Raises DataError if no sample has a score.
     """
     failures = [sample.failure for sample in samples if sample.failure is not None]
     if len(failures) == len(samples):
@@ -54,7 +71,7 @@ def summarise(questions: Sequence[Question], samples: Sequence[Sample], shown: S
 def compare_with(
     questions: Sequence[Question], samples: Sequence[Sample], results: dict[str, Any], earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """By source and score: the difference to an earlier result on the questions that both have, with its interval and p-value."""
+    """Return by source and score: the difference to an earlier result on the questions that both have, with interval and p-value."""
     old: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for place, entry in placed((entry["source"], entry["hash"]) for entry in earlier["questions"]):
         old[place] = earlier["questions"][entry]["scores"]
@@ -84,7 +101,7 @@ def compare_with(
 
 
 def question_entries(questions: Sequence[Question], samples: Sequence[Sample], judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """The scores of each question, and the hash of who judged it, for later comparisons."""
+    """Return the scores of each question, and the hash of its judge, for later comparisons."""
     groups = _by_question([sample for sample in samples if sample.failure is None])
     entries = []
     for i, question in enumerate(questions):
@@ -97,13 +114,13 @@ def question_entries(questions: Sequence[Question], samples: Sequence[Sample], j
 
 
 def source_rows(account: Account) -> dict[str, Any]:
-    """How many rows of a task's files were read and asked, and for each reason how many cannot be used, with the first of them."""
+    """Return how many rows of a task's files were read and used, and for each reason how many cannot be used, with the first of them."""
     unusable = [{"reason": reason, "count": count, "first": first} for reason, (count, first) in account.unusable.items()]
     return {"num_read": account.num_read, "num_used": account.num_written, "unusable": unusable}
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """An earlier result file. Raises DataError where it is none."""
+    """Return an earlier result file. Raises DataError if it cannot be read as one."""
     try:
         earlier = json.loads((path / "results.json" if path.is_dir() else path).read_text())
         for entry in earlier["questions"]:
@@ -114,7 +131,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_samples(path: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
-    """Every sample, one JSON object per line."""
+    """Write every sample, one JSON object per line."""
     with path.open("w") as file:
         for sample in samples:
             question = questions[sample.question]
@@ -137,7 +154,7 @@ def write_samples(path: Path, questions: Sequence[Question], samples: Sequence[S
 
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    """The numbers of a result file, for people."""
+    """Print the numbers of a result file as a table."""
     say = functools.partial(console.print, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name in ("source", "score", "", "value", "95 % interval", "questions"):
@@ -239,3 +256,122 @@ def _number(number: Estimate) -> dict[str, Any]:
 
 def _interval(number: dict[str, Any]) -> str:
     return "-" if number["low"] is None else f"[{number['low']:.3f}, {number['high']:.3f}]"
+
+
+# -- what differs from an earlier result besides the model -------------------------------------------------------------------------------
+
+
+def judges_of(questions: Sequence[Question], manager: RewardManager, sandbox: Mapping[str, Any]) -> list[Judge]:
+    """Return the judge of each question; `sandbox` are the settings of the sandbox for programs."""
+
+    @functools.cache
+    def of(tag: Any) -> Judge:
+        return {
+            name: _judge(manager, name, weight, tag.data_source, sandbox) for name, weight in manager.judges_of(tag, False).items()
+        }
+
+    return [of(question.tag) for question in questions]
+
+
+def check_against(
+    earlier: Mapping[str, Any],
+    questions: Sequence[Question],
+    judges: Sequence[Judge],
+    template: Mapping[str, Any],
+    drawing: Mapping[str, Any],
+) -> list[str]:
+    """Return what differs from an earlier result besides the model, in words.
+
+    Raises DataError if fewer than two questions are in both, ConfigError if they had another judge.
+    """
+    old = {
+        place: earlier["questions"][i].get("judge") for place, i in placed((e["source"], e["hash"]) for e in earlier["questions"])
+    }
+    common = [(place, i) for place, i in placed((q.source, q.hash) for q in questions) if place in old]
+    if len(common) < 2:
+        raise DataError(
+            f"--against: {len(common)} of the {len(questions)} questions are in the earlier result; it was of other data, and a "
+            "comparison needs two"
+        )
+    pairs = Counter((old[place], digest(judges[i])) for place, i in common) if judges else Counter()
+    now = {digest(judge): judge for judge in judges}
+    found = []
+    for (before, after), count in pairs.items():
+        if before not in earlier.get("judges", {}):
+            found.append(f"the earlier result does not say who judged {count} of {len(common)} questions")
+        elif before != after:
+            found += _compared(earlier["judges"][before], now[after], f"{count} of {len(common)} questions")
+    found += _template_differences(earlier.get("template", {}), template)
+    was = earlier.get("sampling", {})
+    names = [name for name, value in drawing.items() if name != "seed" and name in was and was[name] != _as_json(value)]
+    return found + [f"{name} {was[name]} before, {drawing[name]} now" for name in names]
+
+
+def _judge(manager: RewardManager, name: str, weight: float, source: str | None, sandbox: Mapping[str, Any]) -> dict[str, Any]:
+    if name == MODEL:
+        return {"weight": weight}
+    found = manager.function(name, source)
+    function = found.function
+    settings = dict(sandbox) if found.takes_sandbox else {}
+    while hasattr(function, "func"):  # a function of lists, or one with some of its arguments
+        settings |= getattr(function, "keywords", {})
+        function = function.func
+    file = _file(function)
+    return {
+        "weight": weight,
+        "function": f"{file.name if file else '?'}:{getattr(function, '__name__', type(function).__name__)}",
+        "settings": redacted(_as_json(settings)),
+        "code": digest(file.read_bytes()) if file else None,
+    }
+
+
+def _file(function: Callable[..., Any]) -> Path | None:
+    try:
+        name = inspect.getsourcefile(function if hasattr(function, "__code__") else type(function))
+    except TypeError:
+        return None
+    return Path(name) if name and Path(name).is_file() else None
+
+
+def _compared(before: Judge, after: Judge, which: str) -> list[str]:
+    """Return what differs in a judge. Raises ConfigError if it is another judge.
+
+    A file may have moved or have been edited, but not both.
+    """
+
+    def asked(judge: Judge) -> dict[str, Any]:
+        return {
+            name: [part["weight"], part.get("function", ":").partition(":")[2], part.get("settings")]
+            for name, part in judge.items()
+        }
+
+    changed = [name for name in after if name in before and before[name].get("code") != after[name].get("code")]
+    is_other = any(before[name].get("function") != after[name].get("function") for name in changed)
+    if is_other or asked(before) != asked(after):
+        raise ConfigError(
+            f"--against: {which} had another judge: {_said(before)} before, {_said(after)} now; scores of two judges do not say which "
+            "model is better. Give the reward.* keys of the earlier result, or leave --against out"
+        )
+    return [f"the code of {after[name]['function']}, which judged {which}" for name in changed]
+
+
+def _said(judge: Judge) -> str:
+    parts = []
+    for name, part in judge.items():
+        settings = ", ".join(f"{key}={value}" for key, value in (part.get("settings") or {}).items())
+        weight = f"{part['weight']:g} x " if len(judge) > 1 or part["weight"] != 1 else ""
+        parts.append(f"{weight}{part.get('function', name)}" + (f"({settings})" if settings else ""))
+    return " + ".join(parts)
+
+
+def _template_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    if before.get("hash") == after.get("hash"):
+        return []
+    names = [name for name in after if name not in ("files", "hash") and before.get(name) != _as_json(after[name])]
+    said = [f"{name} {before.get(name)!r} before, {after[name]!r} now" for name in names if name != "extraction"]
+    return said or ["the task's examples or the code that asks and reads"]
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as a result file has it."""
+    return json.loads(json.dumps(value, default=str))

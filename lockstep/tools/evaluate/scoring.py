@@ -1,4 +1,4 @@
-"""Answers are judged as validation in training judges them: by a RewardManager, while others are still being written."""
+"""Answers judged as validation in training judges them: by a RewardManager, while others are still being written."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ import torch
 from lockstep.protocol import DataProto, Ragged
 from lockstep.rewards.manager import RewardManager
 from lockstep.rewards.outcome import as_float
-from lockstep.tools.evaluate.answering import Answerer, Drawing
-from lockstep.tools.evaluate.question import Question, Sample
+from lockstep.tools.evaluate.answerers import Answerer, AnswerSampling
+from lockstep.tools.evaluate.questions import Question, Sample
 
 FORMATTED = "formatted"
-"""A score that says whether the asked form was kept."""
+"""A score that says whether the answer has the requested form."""
 _PRED = "pred"
 
 
@@ -27,18 +27,18 @@ class Texts:
         self.texts = [""] * num_rows
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a row."""
+        """Return the text of a row."""
         return self.texts[ids[0]]
 
 
 def ask_and_judge(
     answerer: Answerer,
     questions: Sequence[Question],
-    drawing: Drawing,
+    drawing: AnswerSampling,
     judging: Mapping[str, Any],
     on_sample: Callable[[], None] = lambda: None,
 ) -> list[Sample]:
-    """`drawing.n` samples of every question, in order, with their scores; `judging` are the arguments of RewardManager.
+    """Return `drawing.n` samples of every question, in order, with their scores; `judging` are the arguments of RewardManager.
 
     A sample without an answer or a reward has a failure instead of scores.
     """
@@ -50,7 +50,8 @@ def ask_and_judge(
         scoring = manager.begin(batch)
         for sample in answerer.answer(questions, drawing):
             row = sample.question * drawing.n + sample.number
-            samples[row], texts.texts[row] = sample, sample.text
+            samples[row] = sample
+            texts.texts[row] = sample.text
             if sample.failure is None:
                 scoring.add(row, torch.tensor([row]))
             on_sample()
@@ -70,7 +71,7 @@ def ask_and_judge(
 
 
 def choose(answerer: Answerer, questions: Sequence[Question]) -> list[Sample]:
-    """One sample per question: the likeliest of its choices (acc), and the likeliest per character (acc_norm, without the first space)."""
+    """Return one sample per question: the likeliest choice (acc), and the likeliest per character (acc_norm, without the first space)."""
     samples = []
     for i, (question, found) in enumerate(zip(questions, answerer.log_likelihoods(questions), strict=True)):
         right = question.columns["extra_info"]["label"]
@@ -89,7 +90,7 @@ def _batch(questions: Sequence[Question], n: int) -> DataProto:
 
 
 def _take(sample: Sample, reward: float, said: dict[str, Any]) -> None:
-    """What the judges said of a sample: finite numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
+    """Write what the judges said into a sample: finite numbers are scores, `pred` and `NAME_pred` are the answers that they read."""
     score = said.pop("score", None)
     sample.scores["reward"] = float(reward if score is None else score)
     for said_name, value in said.items():

@@ -17,11 +17,11 @@ from lockstep.data.preprocess.sources import SourceFiles, find_files, read_rows
 from lockstep.errors import DataError
 from lockstep.judging import math
 from lockstep.tools.evaluate import grading, programs
-from lockstep.tools.evaluate.question import Question, digest
+from lockstep.tools.evaluate.questions import Question, digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class EvalTask:
     """One of the tasks that ship."""
 
     name: str
@@ -37,10 +37,10 @@ class Task:
     """Judges an answer; None: the answer is the likeliest of `choices`."""
     choices: Callable[[SourceRow], tuple[str, ...]] | None = None
     check: Callable[[], None] = lambda: None
-    """Raises where an answer cannot be judged on this machine."""
+    """Raises if an answer cannot be judged on this machine."""
 
     def template(self, form: str, shots: Sequence[Any]) -> dict[str, Any]:
-        """All that decides what a model is asked and how its answer is read, but for the model's own chat template; with its hash."""
+        """Return what decides how a model is asked and how its answer is read, except the model's own chat template; with its hash."""
         parts = {
             "task": self.name,
             "form": form,
@@ -56,10 +56,10 @@ class Task:
 def load_task(
     name: str, sources: Sequence[str] | None, form: str, num_shots: int | None, limit: int | None
 ) -> tuple[list[Question], dict[str, Any], Account]:
-    """The questions of a task's held-out split, the first `limit` of them, its template, and which rows were read up to there.
+    """Return the first `limit` questions of a task's held-out split, its template, and which rows were read up to there.
 
-    `sources` are those of `lockstep preprocess` (None: the dataset on the hub). Raises DataError where they cannot be read or have no row
-    that can be used, or too few for examples.
+    `sources` are those of `lockstep preprocess` (None: the dataset on the hub). Raises DataError if they cannot be read or have no usable
+    row, or too few for examples.
     """
     task = TASKS[name]
     task.check()
@@ -87,7 +87,7 @@ def load_task(
 
 
 def _rows(
-    task: Task, found: SourceFiles, split: str, split_of: Callable[[SourceRow], str | None] | None, limit: int | None
+    task: EvalTask, found: SourceFiles, split: str, split_of: Callable[[SourceRow], str | None] | None, limit: int | None
 ) -> tuple[list[tuple[SourceRow, WrittenRow]], Account]:
     rows: list[tuple[SourceRow, WrittenRow]] = []
     account = Account()
@@ -114,13 +114,13 @@ def _rows(
     return rows, account
 
 
-def _shot(task: Task, form: str, row: SourceRow, written: WrittenRow) -> Any:
+def _shot(task: EvalTask, form: str, row: SourceRow, written: WrittenRow) -> Any:
     if form == "plain":
         return "".join(task.as_text(row)) + "\n\n"
     return [*(written.prompt or ()), {"role": "assistant", "content": written.columns["response"]}]
 
 
-def _question(task: Task, form: str, shots: list[Any], index: int, row: SourceRow, written: WrittenRow) -> Question:
+def _question(task: EvalTask, form: str, shots: list[Any], index: int, row: SourceRow, written: WrittenRow) -> Question:
     assert written.prompt is not None
     text, _ = task.as_text(row)
     is_plain = form == "plain"
@@ -131,6 +131,9 @@ def _question(task: Task, form: str, shots: list[Any], index: int, row: SourceRo
         "extra_info": {**written.extra_info, "is_plain": is_plain},
     }
     return Question(task.name, text, prompt, is_plain, columns, index, choices=task.choices(row) if task.choices else ())
+
+
+# The hash of a template in a result file is also of the source of these functions: do not rewrite them for style.
 
 
 def _gsm8k_text(row: SourceRow) -> tuple[str, str]:
@@ -146,15 +149,13 @@ def _humaneval_text(row: SourceRow) -> tuple[str, str]:
 
 
 def _mbpp_text(row: SourceRow) -> tuple[str, str]:
-    task = row.get("text") or row["prompt"]
-    tests = "\n".join(row["test_list"])
+    task, tests = row.get("text") or row["prompt"], "\n".join(row["test_list"])
     asked = f"You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
     return asked, f"{row['code']}\n[DONE]"
 
 
 def _hellaswag_text(row: SourceRow) -> tuple[str, str]:
-    first = row.get("ctx_a")
-    second = row.get("ctx_b")
+    first, second = row.get("ctx_a"), row.get("ctx_b")
     context = f"{first} {second.capitalize()}" if first and second else row["ctx"]
     return _untagged(f"{row['activity_label']}: {context}"), _hellaswag_choices(row)[int(row["label"])]
 
@@ -171,8 +172,8 @@ def _untagged(passage: str) -> str:
 TASKS = {
     task.name: task
     for task in (
-        Task(name="gsm8k", recipe=gsm8k.RECIPE, as_text=_gsm8k_text, stop=("Question:",), num_shots=5, grade=grading.gsm8k),
-        Task(
+        EvalTask(name="gsm8k", recipe=gsm8k.RECIPE, as_text=_gsm8k_text, stop=("Question:",), num_shots=5, grade=grading.gsm8k),
+        EvalTask(
             name="math",
             recipe=math_dataset.RECIPE,
             as_text=_math_text,
@@ -182,14 +183,14 @@ TASKS = {
             grade=grading.competition_math,
             check=math.check,
         ),
-        Task(name="hellaswag", recipe=hellaswag.RECIPE, as_text=_hellaswag_text, choices=_hellaswag_choices),
-        Task(
+        EvalTask(name="hellaswag", recipe=hellaswag.RECIPE, as_text=_hellaswag_text, choices=_hellaswag_choices),
+        EvalTask(
             name="humaneval",
             recipe=programs.HUMANEVAL,
             as_text=_humaneval_text,
             stop=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
             grade=grading.program,
         ),
-        Task(name="mbpp", recipe=programs.MBPP, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
+        EvalTask(name="mbpp", recipe=programs.MBPP, as_text=_mbpp_text, stop=("[DONE]",), num_shots=3, grade=grading.program),
     )
 }

@@ -7,9 +7,9 @@ import torch
 from helpers.run import make_trainer, roles
 
 from lockstep import cli
-from lockstep.tools.evaluate.answering import Drawing, LocalModel
+from lockstep.tools.evaluate.answerers import AnswerSampling, LocalModel
 from lockstep.tools.evaluate.command import main
-from lockstep.tools.evaluate.question import Question
+from lockstep.tools.evaluate.questions import Question
 
 LENGTHS = ["data.max_prompt_length=16", "data.max_response_length=12"]
 
@@ -174,5 +174,5 @@ def test_the_likelihood_of_a_choice_is_that_of_its_own_tokens():
 
 def test_drawing_in_a_way_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="top_p"):
-        Drawing(top_p=2.0)
+        AnswerSampling(top_p=2.0)
     assert cli.COMMANDS["eval"][0] == main.__module__

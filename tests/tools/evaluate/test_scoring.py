@@ -1,7 +1,7 @@
 import pytest
 
-from lockstep.tools.evaluate.answering import Answerer, Drawing
-from lockstep.tools.evaluate.question import Question, Sample
+from lockstep.tools.evaluate.answerers import Answerer, AnswerSampling
+from lockstep.tools.evaluate.questions import Question, Sample
 from lockstep.tools.evaluate.results import summarise
 from lockstep.tools.evaluate.scoring import ask_and_judge, choose
 
@@ -36,7 +36,9 @@ def test_each_answer_has_its_scores_and_what_cannot_be_judged_its_reason():
 
     heard = []
     questions = [question("a"), question("raise"), question("none"), question("b")]
-    samples = ask_and_judge(Says(), questions, Drawing(n=2, temperature=1.0), {"compute_score": judge}, lambda: heard.append(1))
+    samples = ask_and_judge(
+        Says(), questions, AnswerSampling(n=2, temperature=1.0), {"compute_score": judge}, lambda: heard.append(1)
+    )
     assert [(sample.question, sample.number) for sample in samples] == [(i, k) for i in range(4) for k in range(2)]
     assert [sample.scores.get("reward") for sample in samples] == [1.0, 0.0, None, 0.0, None, None, 0.0, 0.0]
     assert samples[0].scores == {"reward": 1.0, "acc": 1.0, "said_reward": 9.0}
@@ -53,7 +55,7 @@ def test_numbers_of_a_reward_that_are_not_finite_are_no_scores_of_it():
     def judge(solution_str):
         return {"score": 1.0, "huge": 10**400, "nan": float("nan"), "fine": 2}
 
-    (sample,) = ask_and_judge(Says(), [question("a")], Drawing(n=1, temperature=1.0), {"compute_score": judge}, lambda: None)
+    (sample,) = ask_and_judge(Says(), [question("a")], AnswerSampling(n=1, temperature=1.0), {"compute_score": judge}, lambda: None)
     assert sample.failure is None
     assert sample.scores == {"reward": 1.0, "fine": 2.0}
     assert set(sample.extra) == {"huge", "nan"}

@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from lockstep.tools.evaluate.contamination import find_contaminated, num_too_short, training_texts
-from lockstep.tools.evaluate.question import Question
+from lockstep.tools.evaluate.questions import Question, find_contaminated, num_too_short, training_texts
 
 WORDS = [
     "one",

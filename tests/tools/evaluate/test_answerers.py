@@ -5,9 +5,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lockstep.errors import ConfigError, ResourceError
-from lockstep.tools.evaluate.answering import Drawing
-from lockstep.tools.evaluate.question import Question
-from lockstep.tools.evaluate.server import Server
+from lockstep.tools.evaluate.answerers import AnswerSampling, ServerModel
+from lockstep.tools.evaluate.questions import Question
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -47,7 +46,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def http_server(monkeypatch):
-    monkeypatch.setattr("lockstep.tools.evaluate.server.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("lockstep.tools.evaluate.answerers.time.sleep", lambda seconds: None)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.models, server.bodies = ["m"], []
     server.url = f"http://127.0.0.1:{server.server_port}"
@@ -63,7 +62,7 @@ def question(prompt, is_plain=False, choices=()):
 
 
 def ask(server, questions, **drawing):
-    samples = Server(server.url, None, 4, 60.0).answer(questions, Drawing(**drawing))
+    samples = ServerModel(server.url, None, 4, 60.0).answer(questions, AnswerSampling(**drawing))
     return sorted(samples, key=lambda sample: (sample.question, sample.number))
 
 
@@ -94,11 +93,11 @@ def test_an_answer_that_breaks_off_is_a_failure_of_one_sample(http_server):
     assert (torn.finish_reason, nothing.finish_reason, good.text) == ("error", "error", "good?")
     assert "IncompleteRead" in torn.failure
     with pytest.raises(ResourceError, match="gave no likelihood"):
-        Server(http_server.url, None, 1, 60.0).log_likelihoods([question("to", True, ("rn",))])
+        ServerModel(http_server.url, None, 1, 60.0).log_likelihoods([question("to", True, ("rn",))])
 
 
 def test_the_likelihood_of_a_choice_is_that_of_the_tokens_that_begin_in_it(http_server):
-    found = Server(http_server.url + "/v1", "m", 2, 60.0).log_likelihoods(
+    found = ServerModel(http_server.url + "/v1", "m", 2, 60.0).log_likelihoods(
         [question("ab", True, (" c", " dd")), question("x", True, ("y",))]
     )
     assert found == [[-float(ord(" ") + ord("c")), -float(ord(" ") + 2 * ord("d"))], [-float(ord("y"))]]
@@ -106,9 +105,9 @@ def test_the_likelihood_of_a_choice_is_that_of_the_tokens_that_begin_in_it(http_
 
 def test_what_is_no_server_or_has_no_such_model_is_an_error_before_anything_is_asked(http_server):
     with pytest.raises(ResourceError, match="does not answer /v1/models"):
-        Server("http://127.0.0.1:9", None, 1, 60.0)
+        ServerModel("http://127.0.0.1:9", None, 1, 60.0)
     with pytest.raises(ConfigError, match="--served-model other: .* has m"):
-        Server(http_server.url, "other", 1, 60.0)
+        ServerModel(http_server.url, "other", 1, 60.0)
     http_server.models = ["a", "b"]
     with pytest.raises(ConfigError, match="has the models a, b; choose one"):
-        Server(http_server.url, None, 1, 60.0)
+        ServerModel(http_server.url, None, 1, 60.0)
