@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep import cli
 
-_PRELOADED = ["lockstep.trainer.main_ppo", "lockstep.trainer.main_sft", "transformers.models.llama.modeling_llama"]
+_PRELOADED = ["lockstep.trainer.main_ppo", "lockstep.trainer.recipes", "transformers.models.llama.modeling_llama"]
 
 
 def start(words: list[str], folder: Path, memory_share: float | None = None, threads: int | None = None) -> ForkServerProcess:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "train": {
         "ppo": ("lockstep.trainer.main_ppo", "PPO or a relative of it; without arguments, on the embedded task"),
-        "sft": ("lockstep.trainer.main_sft", "supervised fine-tuning on conversations, completions or texts"),
-        "reward-model": ("lockstep.trainer.main_reward_model", "a reward model from pairs of a chosen and a rejected response"),
-        "dpo": ("lockstep.trainer.main_dpo", "DPO and its relatives, from pairs or from answers with a label"),
-        "distill": ("lockstep.trainer.main_distill", "learn from a teacher, on given answers and on the student's own"),
+        "sft": ("lockstep.trainer.recipes:SFT", "supervised fine-tuning on conversations, completions or texts"),
+        "reward-model": ("lockstep.trainer.recipes:REWARD_MODEL", "a reward model from pairs of a chosen and a rejected response"),
+        "dpo": ("lockstep.trainer.recipes:DPO", "DPO and its relatives, from pairs or from answers with a label"),
+        "distill": ("lockstep.trainer.recipes:DISTILL", "learn from a teacher, on given answers and on the student's own"),
     },
     "prepare": {
         "doctor": ("lockstep.tools.doctor.command", "check the installation and the machine, with a self-test of ten seconds"),
@@ -53,7 +53,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "verl-keys": ("lockstep.compat.verl_keys.command", "turn a verl script or YAML file into a Lockstep command, key by key"),
     },
 }
-"""Group in the help -> command -> the module whose `main(arguments) -> exit status` it is, and what it does."""
+"""Group in the help -> command -> the module, or the object in a module, whose `main(arguments)` returns the exit status; and its help."""
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 ALGORITHMS = (
@@ -89,13 +89,14 @@ def _main(arguments: list[str]) -> int:
         print(_unknown(arguments[0], spellings), file=sys.stderr)
         return 2
     is_algorithm = name in ALGORITHMS
-    module = COMMANDS["ppo" if is_algorithm else name][0]
-    if module.startswith("lockstep.trainer.main_") and not {"-h", "--help"} & set(arguments):
+    module, _, program = COMMANDS["ppo" if is_algorithm else name][0].partition(":")
+    if module.startswith("lockstep.trainer.") and not {"-h", "--help"} & set(arguments):
         from lockstep import __version__
 
         # Before the imports, which take seconds on a busy machine: the reader knows at once that something happens.
         print(f"lockstep {__version__}: {name}", flush=True)
-    command: Callable[..., int] = importlib.import_module(module).main
+    owner = importlib.import_module(module)
+    command: Callable[..., int] = (getattr(owner, program) if program else owner).main
     return command(arguments[1:], algorithm=name) if is_algorithm else command(arguments[1:])
 
 

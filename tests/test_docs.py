@@ -183,7 +183,7 @@ def test_every_command_of_the_pages_can_be_read(words, monkeypatch):
         module = cli.COMMANDS[name][0]
     else:
         module = words[0] if "." in words[0] else "lockstep.trainer.main_ppo"
-    if module.startswith("lockstep.trainer.main_"):
+    if module.startswith("lockstep.trainer."):
         monkeypatch.chdir(ROOT)  # for files of examples
         file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
         keys = [word for word in arguments if "=" in word]

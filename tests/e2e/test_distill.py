@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from lockstep.trainer import main_distill, main_sft
+from lockstep.trainer import recipes
 
 ACCURACY = "val-core/lockstep/reverse/reward/mean@1"
 
@@ -32,12 +32,12 @@ def test_the_student_is_within_two_hundredths_of_its_teacher_in_a_fifth_of_ppos_
         "trainer.total_epochs": 20,
     }  # fmt: skip
     supervised = {"data.train_batch_size": 128, "optim.lr": 3e-3, "trainer.total_training_steps": 30}
-    start, of_teacher = run(main_sft, tmp_path / "teacher", common | supervised)
+    start, of_teacher = run(recipes.SFT, tmp_path / "teacher", common | supervised)
     distilled = {
         "teacher.path": tmp_path / "teacher" / "global_step_30" / "actor", "data.train_batch_size": 1024, "optim.lr": 2e-3,
         "optim.min_lr_ratio": 0.02, "distill.beta": 0.0, "distill.on_policy_share": 0.1, "distill.max_response_length": 12,
         "trainer.total_training_steps": 20,
     }  # fmt: skip
-    _, of_student = run(main_distill, tmp_path / "student", common | distilled)
+    _, of_student = run(recipes.DISTILL, tmp_path / "student", common | distilled)
     assert of_teacher > start + 0.4
     assert of_student >= of_teacher - 0.02

@@ -7,16 +7,16 @@ from helpers.kills import CASES, kill_runs, program_runs, small_runs
 from helpers.tiny import save_tiny_model
 
 from lockstep.tools.verify_resume import end_of
-from lockstep.trainer import main_distill, main_dpo, main_reward_model, main_sft
+from lockstep.trainer import recipes
 
 STAGES = {
-    "sft": (main_sft.main, {"data.train_files": "examples.jsonl"}),
+    "sft": (recipes.SFT.main, {"data.train_files": "examples.jsonl"}),
     "distill": (
-        main_distill.main,
+        recipes.DISTILL.main,
         {"data.train_files": "examples.jsonl", "teacher.path": "teacher", "distill.max_response_length": 8},
     ),
-    "dpo": (main_dpo.main, {"data.train_files": "pairs.jsonl", "reference.mode": "file"}),
-    "reward-model": (main_reward_model.main, {"data.train_files": "pairs.jsonl"}),
+    "dpo": (recipes.DPO.main, {"data.train_files": "pairs.jsonl", "reference.mode": "file"}),
+    "reward-model": (recipes.REWARD_MODEL.main, {"data.train_files": "pairs.jsonl"}),
 }
 
 

@@ -12,7 +12,7 @@ from helpers.run import assert_same_training, roles, train
 from helpers.tiny import perturbed
 
 from lockstep.single_controller.ray import RayWorkerGroup
-from lockstep.trainer import main_distill
+from lockstep.trainer import recipes
 from lockstep.trainer.ppo.ray_trainer import Role
 from lockstep.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -99,7 +99,7 @@ def test_an_actor_on_megatron_with_a_critic_on_fsdp2(ray_cluster, expected, embe
 
 def distilled(folder: Path, arguments: dict[str, Any], **changes: Any) -> list[dict[str, float]]:
     options = arguments | changes | {"trainer.default_local_dir": folder}
-    assert main_distill.main([f"{key}={value}" for key, value in options.items()]) == 0
+    assert recipes.DISTILL.main([f"{key}={value}" for key, value in options.items()]) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

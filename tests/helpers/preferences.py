@@ -14,7 +14,7 @@ from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import load_recipe
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.single_controller.local import LocalWorkerGroup
-from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
+from lockstep.trainer.dpo import DPOTrainer
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
 from lockstep.workers.response_losses import make_preference_loss

@@ -3,7 +3,6 @@ same."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from helpers.tiny import perturbed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lockstep.trainer import recipes
 
 peft = pytest.importorskip("peft")
 WORDS = ("abc", "face", "bed", "dig", "chad", "jig")
@@ -72,7 +73,7 @@ def test_an_adapter_of_pefts_is_trained_on_and_peft_reads_what_it_became(
 
     def first_loss(name: str, **options: Any) -> float:
         arguments = common | options | {"trainer.default_local_dir": tmp_path / name}
-        program = importlib.import_module(f"lockstep.trainer.main_{recipe}")
+        program = getattr(recipes, recipe.upper())
         assert program.main([f"{key}={value}" for key, value in arguments.items()]) == 0
         return float(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])[RECIPES[recipe]])
 

@@ -17,7 +17,7 @@ from helpers.tiny import save_tiny_model
 from torch import Tensor
 
 from lockstep.errors import NumericalError
-from lockstep.trainer import main_sft
+from lockstep.trainer import recipes
 from lockstep.workers.engine.base import TrainEngine
 from lockstep.workers.losses import make_sft_loss
 from lockstep.workers.model_worker import update_or_skip
@@ -67,7 +67,7 @@ def run_sft(folder: Path, bad: set[int], monkeypatch: pytest.MonkeyPatch, task: 
         "model.path": task.model, "data.train_files": folder / "train.jsonl", "data.max_length": 32, "data.train_batch_size": 2,
         "trainer.total_training_steps": 6, "trainer.on_nonfinite": "skip", "trainer.default_local_dir": folder / "run",
     }  # fmt: skip
-    return main_sft.main([f"{key}={value}" for key, value in (arguments | changes).items()])
+    return recipes.SFT.main([f"{key}={value}" for key, value in (arguments | changes).items()])
 
 
 def test_a_run_counts_what_it_leaves_out_and_says_so(

@@ -1,14 +1,13 @@
 """`lockstep capsule RUN --step N`: write one repro file from which `lockstep replay` repeats that step (trainer/run/capsule.py)."""
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import folders
 from lockstep.errors import DataError, as_command
-from lockstep.tools.replay.command import PROGRAMS
+from lockstep.tools.replay.command import program_of
 from lockstep.utils.terminal import say
 
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     state = _newest_state(given.run)
     from lockstep.trainer.run.capsule import write_capsule  # brings torch
 
-    program = importlib.import_module(PROGRAMS[state["recipe"]])
+    program = program_of(state["recipe"])
     overrides = [
         f"trainer.default_local_dir={given.run}",
         "trainer.worker_group=local",

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 PROGRAMS = {
     "PPOConfig": "lockstep.trainer.main_ppo",
-    "SFTConfig": "lockstep.trainer.main_sft",
-    "RewardTrainConfig": "lockstep.trainer.main_reward_model",
-    "DPOConfig": "lockstep.trainer.main_dpo",
-    "DistillConfig": "lockstep.trainer.main_distill",
+    "SFTConfig": "lockstep.trainer.recipes:SFT",
+    "RewardTrainConfig": "lockstep.trainer.recipes:REWARD_MODEL",
+    "DPOConfig": "lockstep.trainer.recipes:DPO",
+    "DistillConfig": "lockstep.trainer.recipes:DISTILL",
 }
-"""Class of a configuration -> its program."""
+"""Class of a configuration -> its program: a module, or an object in a module."""
 _NOT_REPLAYED = ("val/", "val-", "training/num_restarts", "training/left_out_batches")
 """Beginnings of the names of metrics of validations and restarts, which a replay does not do."""
 _MIN_DIFFERENCE = 1e-7
@@ -127,7 +127,7 @@ def replayed(
         raise ConfigError(f"the capsule's configuration cannot be read: {' '.join(str(error).split())}") from error
     from lockstep.checkpoint import folders
 
-    program = importlib.import_module(PROGRAMS[capsule["recipe"]])
+    program = program_of(capsule["recipe"])
     config = program.load(overrides, folder / "config.yaml")
     with program.opened(config) as run:
         _check_rows(capsule, run)
@@ -150,6 +150,13 @@ def replayed(
             run.global_steps += 1
             run._examine(metrics)
             yield run.global_steps, metrics, None
+
+
+def program_of(recipe: str) -> Any:
+    """Return the object with `load` and `opened` of a recipe, named by the class of its configuration."""
+    module, _, name = PROGRAMS[recipe].partition(":")
+    owner = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
 
 
 def first_difference(expected: Mapping[str, Any], found: Mapping[str, float], rel: float) -> str | None:

@@ -7,8 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -122,25 +121,6 @@ def opened_stage(config: StageConfig, make_trainer: Callable[[Any], T]) -> Itera
         closing(make_trainer(group_cls)) as trainer,
     ):
         yield trainer
-
-
-def stage_program(
-    root: type, opened: Callable[[Any], AbstractContextManager[StageRun]]
-) -> tuple[Callable[..., Any], Callable[..., int]]:
-    """`load` and `main` of a recipe that learns from files: `root` is the class of its configuration, `opened` gives its trainer."""
-    load = partial(read_run, root)
-
-    def run(config: Any) -> None:
-        with opened(config) as trainer:
-            trainer.init_workers()
-            result = trainer.fit()
-        say(summarise_stage(result, trainer.view.validation))
-
-    def main(arguments: Sequence[str] | None = None) -> int:
-        """Train as the command line says; returns the exit status."""
-        return run_program(arguments, root, load, run)
-
-    return load, main
 
 
 def read_tokenizer(model: ModelConfig) -> Any:

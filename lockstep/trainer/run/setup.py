@@ -22,7 +22,7 @@ from lockstep.observability.spans import progress
 if TYPE_CHECKING:
     from lockstep.config.sft import SFTConfig
     from lockstep.config.stage import StageConfig
-    from lockstep.trainer.sft.sampled import SampledAnswers
+    from lockstep.trainer.sft import SampledAnswers
 
 Config = TypeVar("Config", bound="PPOConfig | StageConfig")
 
@@ -169,7 +169,7 @@ def check_stage_engine(
 def sampled_answers(config: SFTConfig, tokenizer: Any) -> Iterator[SampledAnswers | None]:
     """What is answered and judged at each validation; None where there is nothing. The rewards' processes end with it."""
     from lockstep.rewards.manager import RewardManager
-    from lockstep.trainer.sft.sampled import SampledAnswers
+    from lockstep.trainer.sft import SampledAnswers
 
     if not config.sampled.files:
         yield None

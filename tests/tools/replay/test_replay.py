@@ -13,7 +13,7 @@ from lockstep.errors import NumericalError
 from lockstep.tools.replay import capsule as capsule_command
 from lockstep.tools.replay import command as replay
 from lockstep.tools.replay.command import first_difference
-from lockstep.trainer import main_ppo, main_sft
+from lockstep.trainer import main_ppo, recipes
 from lockstep.workers.engine.base import TrainEngine
 
 
@@ -27,7 +27,7 @@ def sft(folder: Path, task: Any, **changes: Any) -> int:
         "model.path": task.model, "data.train_files": folder / "train.jsonl", "data.max_length": 32, "data.train_batch_size": 2,
         "optim.lr": 1e-2, "trainer.total_training_steps": 5, "trainer.save_freq": 2, "trainer.default_local_dir": folder / "run",
     }  # fmt: skip
-    return main_sft.main([f"{key}={value}" for key, value in (arguments | changes).items()])
+    return recipes.SFT.main([f"{key}={value}" for key, value in (arguments | changes).items()])
 
 
 def test_steps_come_out_as_they_were_without_the_runs_files_and_a_change_is_named(

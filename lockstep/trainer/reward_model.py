@@ -62,8 +62,9 @@ class RewardModelTrainer(StageRun):
         self._prepare(train.batch([0]))
 
     def _prepare(self, batch: DataProto) -> DataProto:
-        """The two rows of a pair become a unit. Raises DataError where a row ends with padding: transformers would not read its end."""
-        responses, pad = batch.ragged("responses"), self.tokenizer.pad_token_id
+        """Make the two rows of a pair a unit. Raise DataError if a row ends with padding: transformers would not read its end."""
+        responses = batch.ragged("responses")
+        pad = self.tokenizer.pad_token_id
         ends = responses.values[torch.cumsum(responses.lengths, 0) - 1]
         if (ends == pad).any():
             row = batch.non_tensor_batch["index"][int((ends == pad).nonzero()[0])]
@@ -75,15 +76,20 @@ class RewardModelTrainer(StageRun):
         return batch
 
     def _validate_on(self, positions: Sequence[int]) -> dict[str, float]:
-        """As every recipe; where the rows are of several sources (`data_source`), also the accuracy on each, as val/accuracy/SOURCE."""
+        """As every recipe. If the rows are of several sources (`data_source`), also return the accuracy on each, as val/accuracy/SOURCE."""
         assert isinstance(self.val_data, PairDataset)
         chosen = {*positions}
-        sources = {source: [row for row in rows if row in chosen] for source, rows in self.val_data.sources().items()}
-        by_source = {source: self._measure(rows) for source, rows in sources.items() if rows}
+        by_source = {}
+        for source, rows in self.val_data.sources().items():
+            rows_of_source = [row for row in rows if row in chosen]
+            if rows_of_source:
+                by_source[source] = self._measure(rows_of_source)
         metrics = self._val_metrics([part for measured in by_source.values() for part in measured])
-        for source, measured in by_source.items() if len(by_source) > 1 else ():
-            found = self._val_metrics(measured)
-            metrics |= {f"val/{name}/{source}": found[f"val/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high")}
+        if len(by_source) > 1:
+            for source, measured in by_source.items():
+                found = self._val_metrics(measured)
+                for name in ("accuracy", "accuracy_low", "accuracy_high"):
+                    metrics[f"val/{name}/{source}"] = found[f"val/{name}"]
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:

@@ -1,13 +1,24 @@
-"""DPOTrainer: learning from preferences. A step is a batch of pairs, or of labelled answers, and one update."""
+"""DPOTrainer: learning from preferences. A step is a batch of pairs, or of labelled answers, and one update.
+
+An update needs these columns beside the rows:
+
+```text
+unit                   D  rows with the same number are a pair
+ref_response_log_prob  D  log-prob of the row's response under the reference: the sum over its trained tokens, float64
+```
+"""
 
 import dataclasses
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from lockstep.algorithms.binding import Bound
 from lockstep.algorithms.preference_losses import (
     PreferenceLoss,
     bind_preference_prepare,
@@ -18,19 +29,20 @@ from lockstep.algorithms.preference_losses import (
     takes_pairs,
     try_preference_loss,
 )
+from lockstep.algorithms.rows import Rows
 from lockstep.config.dpo import DPOConfig, PreferenceLossConfig, ReferenceConfig
 from lockstep.config.engine import ModelConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.data.pairs import PairDataset
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, NumericalError
 from lockstep.models.hf_config import read_model_config
 from lockstep.models.weight_files import count_parameters
 from lockstep.observability.display import View
 from lockstep.observability.statistics import wilson_interval
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, Ragged
 from lockstep.single_controller.base import ClassWithInitArgs, WorkerGroup
-from lockstep.trainer.dpo.reference_file import fingerprint, reference_path, with_reference
-from lockstep.trainer.dpo.stages import couple_pairs, reference_log_prob, whole_batch_columns
+from lockstep.trainer.ppo.interfaces import Reference
+from lockstep.trainer.reference_file import fingerprint, reference_path, with_reference
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import FROZEN, RoleSpec
 from lockstep.trainer.stage_run import StageRun, whole_batches
@@ -40,6 +52,13 @@ WHY_CHOSEN_FALLS = (
     "log-probs of chosen answers may fall with those of rejected ones: the loss asks for their difference only, and what both have in "
     "common falls with it. loss.nll_coef=0.2 holds the chosen ones (docs/dpo.md)"
 )
+
+
+class Policy(Protocol):
+    """The group of workers of the model that learns."""
+
+    def compute_log_prob(self, data: DataProto, /) -> DataProto:
+        """Read prompts, responses; return old_log_probs."""
 
 
 class AdapterRole(Enum):
@@ -71,7 +90,8 @@ class DPOTrainer(StageRun):
     def __init__(
         self, config: DPOConfig, tokenizer: Any, worker_cls: type, group_cls: type[WorkerGroup], make_loss: Callable[[], Any]
     ) -> None:
-        loss, data = resolve_loss(config.loss), config.data
+        loss = resolve_loss(config.loss)
+        data = config.data
         self._takes_pairs = takes_pairs(loss)
         self._prepare_loss = bind_preference_prepare(loss, config.loss.parameters)
         self.reference_mode = config.reference_mode if needs_reference(loss) else "none"
@@ -118,7 +138,7 @@ class DPOTrainer(StageRun):
             self._check_prompts(train, val)
 
     def _check_prompts(self, train: PairDataset, val: PairDataset | None) -> None:
-        """Raise ConfigError for the first batch that has one prompt alone: nobody's answers are there to compare with."""
+        """Raise ConfigError for the first batch that has only one prompt: it has no other answers to compare with."""
         size = self.rows_per_step
         prompts = train.same_prompts()
         if np.unique(prompts, return_counts=True)[1].max() >= size:  # else there is none
@@ -144,7 +164,7 @@ class DPOTrainer(StageRun):
         )
 
     def init_workers(self) -> None:
-        """As every recipe; with reference.mode=file it also computes the reference's log-probs, unless there is a file with them."""
+        """As every recipe; with reference.mode=file also compute the reference's log-probs, unless a file has them."""
         super().init_workers()
         by_role = self.workers.by_role
         self.reference: Any = by_role.get(Role.RefPolicy, self.model_wg if self.reference_mode == "adapter" else None)
@@ -154,8 +174,10 @@ class DPOTrainer(StageRun):
                 self.val_data = self._referenced(self.config.data.val_files, self.val_data, self.config.data.val_max_samples)
 
     def _referenced(self, files: Any, rows: Any, max_samples: int) -> Any:
-        """The rows with the reference's log-probs. Called before any checkpoint is loaded: the model is still the reference."""
-        data, model, engine = self.config.data, self.config.model, self.config.engine.engine
+        """Return the rows with the reference's log-probs. Call it before a checkpoint is loaded: the model is still the reference."""
+        data = self.config.data
+        model = self.config.model
+        engine = self.config.engine.engine
         settings = {
             "max_length": data.max_length,
             "truncation": data.truncation,
@@ -169,9 +191,9 @@ class DPOTrainer(StageRun):
         path = reference_path(files, self.config.reference.folder, fingerprint(str(model.path), files, settings))
         found = path.is_file()
         self.display.message(f"the reference's log-probs of {len(rows)} rows {'are in' if found else 'go to'} {path}")
-        return with_reference(rows, path, self.model_wg, data.train_batch_size)
+        return with_reference(rows, path, partial(actor_log_prob, self.model_wg), data.train_batch_size)
 
-    # -- what a recipe gives -----------------------------------------------------------------------------------------------
+    # -- what a recipe defines ---------------------------------------------------------------------------------------------
 
     def _prepare(self, batch: DataProto) -> DataProto:
         if self._takes_pairs:
@@ -214,8 +236,8 @@ class DPOTrainer(StageRun):
 
 
 def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
-    """The loss that is asked for. Raises ConfigError unless it exists, every number that it requires is given, every number that is
-    given is an argument of it, and it can be called."""
+    """Return the configured loss. Raise ConfigError unless it exists, has all numbers that it requires, has an argument for every given
+    number, and can be called."""
     try:
         loss: PreferenceLoss = load_reference(config.loss_mode) or get_preference_loss(config.loss_mode)
     except ConfigError as error:
@@ -233,9 +255,84 @@ def resolve_loss(config: PreferenceLossConfig) -> PreferenceLoss:
 
 
 def _check_vocabulary(model: ModelConfig, reference: str) -> None:
-    """The reference reads the model's tokens."""
+    """Raise ConfigError unless the reference has the model's vocabulary."""
     sizes = {
         path: read_model_config(path, model.trust_remote_code).get_text_config().vocab_size for path in (str(model.path), reference)
     }
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"reference.path must have the vocabulary of model.path, but their sizes are {sizes}")
+
+
+# -- stages ----------------------------------------------------------------------------------------------------------------
+
+
+def couple_pairs(batch: DataProto) -> None:
+    """Write unit: rows 0 and 1 are a pair, 2 and 3, ..."""
+    batch.set("unit", torch.arange(len(batch) // 2).repeat_interleave(2))
+
+
+def reference_log_prob(reference: Reference, batch: DataProto) -> None:
+    """Read prompts, responses, response_mask. Write ref_response_log_prob."""
+    batch.set("ref_response_log_prob", _sums(reference.compute_ref_log_prob(_tokens(batch)), "ref_log_prob", batch))
+
+
+def actor_log_prob(actor: Policy, batch: DataProto) -> Tensor:
+    """Read prompts, responses, response_mask. Return the log-prob of each response [rows] under the present policy."""
+    return _sums(actor.compute_log_prob(_tokens(batch)), "old_log_probs", batch)
+
+
+def whole_batch_columns(prepare: Bound, actor: Policy, reference: Reference, batch: DataProto, max_length: int) -> None:
+    """Read prompts, responses, response_mask, is_chosen. Write the columns that the loss's `prepare` computes from the whole batch, if it
+    asks for them with log-probs of mismatched responses."""
+    given: dict[str, Any] = {"is_chosen": batch.columns["is_chosen"]}
+    if {"mismatched_log_prob", "mismatched_ref_log_prob"} & set(prepare.columns):
+        others = mismatched(batch, max_length)
+        reference_log_prob(reference, others)
+        given |= {
+            "mismatched_log_prob": actor_log_prob(actor, others),
+            "mismatched_ref_log_prob": others.columns["ref_response_log_prob"],
+        }
+    for name, column in prepare(given, None).items():
+        batch.set(name, column)
+
+
+def mismatched(batch: DataProto, max_length: int) -> DataProto:
+    """Return each row's prompt with the response of the next row that has another prompt, cut to `max_length` tokens.
+
+    Raise DataError if all prompts are the same.
+    """
+    prompts = batch.ragged("prompts")
+    count = len(batch)
+    rows = prompts.rows()
+    order = []
+    for i in range(count):
+        others = ((i + step) % count for step in range(1, count))
+        found = next((j for j in others if not torch.equal(rows[i], rows[j])), None)
+        if found is None:
+            raise DataError(
+                f"all {count} rows of a batch have the same prompt, but the loss compares with answers to other prompts; raise "
+                "data.train_batch_size, or shuffle"
+            )
+        order.append(found)
+    limits = (max_length - prompts.lengths).tolist()
+
+    def cut(name: str) -> Ragged:
+        chosen = batch.ragged(name).select(torch.tensor(order)).rows()
+        return Ragged.from_rows([row[:limit] for row, limit in zip(chosen, limits, strict=True)])
+
+    columns = {"prompts": prompts, "responses": cut("responses"), "response_mask": cut("response_mask")}
+    return DataProto.from_dict(columns, {"index": batch.non_tensor_batch["index"]})
+
+
+def _tokens(batch: DataProto) -> DataProto:
+    return batch.select(["prompts", "responses"], [])
+
+
+def _sums(found: DataProto, name: str, batch: DataProto) -> Tensor:
+    mask = batch.ragged("response_mask")
+    column = found.ragged(name)
+    sums = Rows(mask.lengths).sum(torch.where(mask.values.bool(), column.values, 0.0).double())
+    if not sums.isfinite().all():
+        bad = [batch.non_tensor_batch["index"][row] for row in (~sums.isfinite()).nonzero().flatten().tolist()]
+        raise NumericalError(f"{name} is not finite for {len(bad)} rows; dataset rows {bad[:10]}. Nothing was updated")
+    return sums

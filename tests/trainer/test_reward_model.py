@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.data.pairs import PairDataset
 from lockstep.data.token_rows import ScoredText
-from lockstep.trainer import main_reward_model
+from lockstep.trainer import recipes
 from lockstep.utils.tokenizer import hf_tokenizer
 from lockstep.workers import training_worker
 from lockstep.workers.engine.base import TrainEngine
@@ -58,7 +58,7 @@ def arguments(embedded_task: Any, tmp_path_factory: pytest.TempPathFactory) -> d
 def reward_model(arguments: dict[str, Any], folder: Path | None = None, **changes: Any) -> int:
     if folder is not None:
         changes["trainer.default_local_dir"] = folder
-    return run_main(main_reward_model.main, arguments | changes)
+    return run_main(recipes.REWARD_MODEL.main, arguments | changes)
 
 
 @pytest.fixture(scope="module")

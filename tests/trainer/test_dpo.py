@@ -20,8 +20,7 @@ from lockstep.config.dpo import DPOConfig
 from lockstep.config.load import load_recipe
 from lockstep.errors import ConfigError, DataError
 from lockstep.protocol import DataProto, Ragged
-from lockstep.trainer.dpo.dpo_trainer import DPOTrainer
-from lockstep.trainer.dpo.stages import mismatched
+from lockstep.trainer.dpo import DPOTrainer, mismatched
 from lockstep.workers.engine_workers import ActorRolloutRefWorker
 
 LORA = ("model.lora_rank=4", "optim.lr=1e-2")
@@ -310,7 +309,7 @@ def test_a_loss_of_ones_own_is_trained_on_or_refused_before_a_model_is_loaded(fo
 
 
 def test_the_example_is_a_configuration() -> None:
-    example = Path(__file__).parents[3] / "examples/dpo/hh_rlhf.yaml"
+    example = Path(__file__).parents[2] / "examples/dpo/hh_rlhf.yaml"
     assert load_recipe(DPOConfig, ["model.path=m"], example).loss.nll_coef == 0.2
 
 

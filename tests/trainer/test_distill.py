@@ -11,7 +11,7 @@ import torch
 from helpers.stages import WORDS, metrics, run_main, write_examples
 from safetensors.torch import load_file
 
-from lockstep.trainer import main_distill, main_sft
+from lockstep.trainer import recipes
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def teacher(embedded_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "data.train_batch_size": 12, "optim.lr": 3e-3, "trainer.default_local_dir": folder / "run",
         "trainer.total_training_steps": 30,
     }  # fmt: skip
-    assert run_main(main_sft.main, arguments) == 0
+    assert run_main(recipes.SFT.main, arguments) == 0
     return folder / "run" / "global_step_30" / "actor"
 
 
@@ -43,7 +43,7 @@ def arguments(embedded_task: Any, teacher: Path, tmp_path: Path) -> dict[str, An
 
 
 def distill(arguments: dict[str, Any], **changes: Any) -> int:
-    return run_main(main_distill.main, arguments | changes)
+    return run_main(recipes.DISTILL.main, arguments | changes)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

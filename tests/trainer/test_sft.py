@@ -14,7 +14,7 @@ from helpers.tiny import save_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.trainer import main_sft
+from lockstep.trainer import recipes
 
 TRL = json.loads((Path(__file__).parent / "sft_trl.json").read_text())
 """Made by sft_trl.py beside it."""
@@ -34,7 +34,7 @@ def arguments(embedded_task: Any, tmp_path: Path) -> dict[str, Any]:
 
 
 def sft(arguments: dict[str, Any], **changes: Any) -> int:
-    return run_main(main_sft.main, arguments | changes)
+    return run_main(recipes.SFT.main, arguments | changes)
 
 
 def test_a_batch_that_was_not_set_is_as_large_as_a_small_file(arguments: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -1,19 +1,79 @@
 """SFTTrainer: supervised fine-tuning. The loss is the mean negative log-likelihood of the trained tokens of a batch."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.utils.data import Subset
+
+from lockstep.config.data import DataConfig
+from lockstep.config.sampling import SamplingParams
 from lockstep.config.sft import SFTConfig
+from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.supervised import SupervisedDataset
+from lockstep.models.hf_config import stop_token_ids
 from lockstep.observability.display import View
 from lockstep.protocol import DataProto
 from lockstep.single_controller.base import WorkerGroup
-from lockstep.trainer.ppo.interfaces import RolloutWorkers
+from lockstep.trainer.ppo.interfaces import Rollout, RolloutWorkers
+from lockstep.trainer.ppo.rewards import Judge
+from lockstep.trainer.ppo.validation import validate
 from lockstep.trainer.role import Role
-from lockstep.trainer.sft.sampled import SampledAnswers
 from lockstep.trainer.stage_run import StageRun
+
+
+@dataclass(frozen=True)
+class SampledAnswers:
+    """Prompts that the model answers at each validation, as PPO validates: sampling parameters and judge."""
+
+    config: SFTConfig
+    dataset: RLHFDataset
+    sampling: SamplingParams
+    judge: Judge
+
+    @classmethod
+    def of(cls, config: SFTConfig, tokenizer: Any, reward_fn: Any) -> SampledAnswers:
+        """Open the prompts of sampled.files. Raise DataError if they cannot be used, ConfigError if nothing judges some of them."""
+        own = config.sampled
+        section = config.trainer
+        data = DataConfig(
+            max_prompt_length=own.max_prompt_length,
+            shuffle=False,
+            apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
+        )
+        dataset = RLHFDataset(own.files, tokenizer, data, own.max_samples)
+        reward_fn.check(dataset.tags(), validation=True)
+        sampling = SamplingParams(
+            temperature=own.temperature,
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
+            repetition_penalty=own.repetition_penalty,
+            max_tokens=own.max_response_length,
+            stop_token_ids=stop_token_ids(str(config.model.path), tokenizer),
+            seed=section.seed,
+        )
+        return cls(config, dataset, sampling, Judge(reward_fn, tokenizer, config.reward.max_failure_rate, section.run_dir))
+
+    def validate(self, rollout: Rollout, step: int, rows: list[int], first: list[int] | None) -> dict[str, float]:
+        """Answer the prompts in these rows and judge them; write the samples to the run's folder `validation`. `first` are the rows of the
+        validation before the first step (trainer/ppo/validation.py::validate)."""
+        own = self.config.sampled
+        return validate(
+            Subset(self.dataset, rows),
+            rollout,
+            self.sampling,
+            self.judge,
+            step,
+            n=own.n,
+            batch_size=own.batch_size,
+            folder=self.config.trainer.run_dir / "validation",
+            first=first,
+        )
 
 
 class SFTTrainer(StageRun):
@@ -63,7 +123,7 @@ class SFTTrainer(StageRun):
         self.has_validation = val is not None or sampled is not None
 
     def _validate(self) -> dict[str, float]:
-        """Loss on the validation rows under val/; of sampled answers what PPO's validation reports, under val-core/ and val-aux/."""
+        """Return the loss on the validation rows under val/, and the results of sampled answers under val-core/ and val-aux/."""
         metrics = super()._validate() if self.val_data is not None else {}
         if self.sampled is not None:
             count, n = len(self.sampled.dataset), self.config.sampled.n
@@ -74,8 +134,9 @@ class SFTTrainer(StageRun):
         return metrics
 
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
-        mask, counts = batch.ragged("response_mask").values, batch.token_counts()
-        trained, num_bytes = int(mask.sum()), sum(batch.non_tensor_batch["num_bytes"])
+        counts = batch.token_counts()
+        trained = int(batch.ragged("response_mask").values.sum())
+        num_bytes = sum(batch.non_tensor_batch["num_bytes"])
         metrics = measured | {
             "train/trained_share": trained / int(counts.sum()),
             "train/row_length": float(counts.double().mean()),

@@ -21,14 +21,14 @@ from lockstep.observability.display import View
 from lockstep.protocol import DataProto
 from lockstep.trainer.role import Role
 from lockstep.trainer.run.launch import FROZEN, RoleSpec
-from lockstep.trainer.sft.sft_trainer import SFTTrainer
+from lockstep.trainer.sft import SFTTrainer
 
 KEYS = dataclasses.replace(STAGE_KEYS, reference_offload="teacher.param_offload")
-"""What the workers' messages call the sections."""
+"""The names of the sections in the workers' messages."""
 
 
 class DistillTrainer(SFTTrainer):
-    """Trains a model on what its teacher says of the examples in data.train_files and of its own answers to their prompts."""
+    """Trains a model on its teacher's distribution, over the examples in data.train_files and its own answers to their prompts."""
 
     config: DistillConfig
     role = Role.ActorRolloutRef
@@ -58,16 +58,19 @@ class DistillTrainer(SFTTrainer):
         )
 
     def _train_batch(self) -> DataProto:
-        """The rows of this step. The first of them, whose order is shuffled, get answers of the student."""
+        """Return the rows of this step. The first of them (rows are shuffled) get answers of the student."""
         given = super()._train_batch()
-        share, step = self.config.distill.on_policy_share * len(given), self.global_steps
+        share = self.config.distill.on_policy_share * len(given)
+        step = self.global_steps
         count = round((step + 1) * share) - round(step * share)
-        own = self._answered(given.select_idxs(range(count))) if count else None
         rest = given.select_idxs(range(count, len(given)))
-        return rest if own is None else DataProto.concat([own, rest]) if len(rest) else own
+        if not count:
+            return rest
+        own = self._with_own_answers(given.select_idxs(range(count)))
+        return DataProto.concat([own, rest]) if len(rest) else own
 
-    def _answered(self, batch: DataProto) -> DataProto:
-        """The rows with the student's own answers to their prompts. The random numbers depend on seed, step and row alone."""
+    def _with_own_answers(self, batch: DataProto) -> DataProto:
+        """Return the rows with the student's own answers. The random numbers depend on seed, step and row alone."""
         prompts = batch.select(["prompts"], ["index"])
         prompts.non_tensor_batch["sample"] = np.zeros(len(batch), dtype=object)
         with self.timer.stage("gen"):
@@ -83,9 +86,10 @@ class DistillTrainer(SFTTrainer):
     def _metrics(self, batch: DataProto, measured: dict[str, float]) -> dict[str, float]:
         is_given = batch.batch["is_given"].bool()
         lengths = batch.ragged("responses").lengths[~is_given].double()
-        metrics = (
-            measured if is_given.any() else {k: v for k, v in measured.items() if k not in ("train/nll", "train/token_accuracy")}
-        )
+        metrics = dict(measured)
+        if not is_given.any():
+            metrics.pop("train/nll", None)
+            metrics.pop("train/token_accuracy", None)
         if len(lengths):
             metrics = metrics | {
                 "train/on_policy_length": float(lengths.mean()),
@@ -100,8 +104,9 @@ class DistillTrainer(SFTTrainer):
 
 
 def _check_vocabularies(config: DistillConfig) -> None:
-    """Ranks that divide the vocabulary have the same part of both models' output layers."""
-    section, names = config.engine.engine, ("tensor_parallel_size", "tensor_model_parallel_size")
+    """Raise ConfigError if ranks divide output layers of different sizes: each rank needs the same part of both models."""
+    section = config.engine.engine
+    names = ("tensor_parallel_size", "tensor_model_parallel_size")
     divided = {name: getattr(section, name) for name in names if getattr(section, name, 1) > 1}
     model, teacher = config.model, config.policy().reference_model
     sizes = [read_model_config(str(m.path), m.trust_remote_code, **m.override_config).vocab_size for m in (model, teacher)]
