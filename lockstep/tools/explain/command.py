@@ -11,7 +11,7 @@ from lockstep.config.ppo import PPOConfig, describe
 from lockstep.config.presets import ALGORITHMS
 from lockstep.config.trainer import RunConfig
 from lockstep.errors import ConfigError, LockstepError, as_command
-from lockstep.tools.asked import Asked, read_asked
+from lockstep.tools.training_command import TrainingCommand, read_training_command
 
 _EMBEDDED_ROWS = 2048
 _SMALL = "(it is this small because there is no GPU here and no key says how large it is)"
@@ -22,39 +22,39 @@ def main(arguments: Sequence[str]) -> int:
     """Print the configuration in words; returns the exit status: 1 for one that cannot work."""
     options = _parser().parse_intermixed_args(list(arguments))
     words = [*options.words, *(["--from-verl"] if options.from_verl else [])]
-    asked = read_asked(words, options.config, None if options.gpu else _device_of)
-    asked = dataclasses.replace(asked, config=_checked(asked, options.gpu))
-    for part in list(_parts(asked, options.gpu, options.all)):  # all of it, or an error alone
+    training = read_training_command(words, options.config, None if options.gpu else _device_of)
+    training = dataclasses.replace(training, config=_checked(training, options.gpu))
+    for part in list(_parts(training, options.gpu, options.all)):  # all of it, or an error alone
         print(f"{part}\n")
     return 0
 
 
-def _checked(asked: Asked, gpu: str | None) -> Any:
+def _checked(training: TrainingCommand, gpu: str | None) -> Any:
     from lockstep.planner import find_device
     from lockstep.tools.plan.refused import check_run
 
-    if asked.command in ALGORITHMS:
+    if training.command in ALGORITHMS:
         from lockstep.trainer.main_ppo import check_data_named
 
-        check_data_named(asked.config)
-    return check_run(asked.config, None if gpu is None else find_device(gpu))
+        check_data_named(training.config)
+    return check_run(training.config, None if gpu is None else find_device(gpu))
 
 
-def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
+def _parts(training: TrainingCommand, gpu: str | None, shows_all: bool) -> Iterator[str]:
     from lockstep.tools.explain.values import values_text
 
-    section = asked.config.trainer
-    yield f"lockstep {asked.command}: run {section.experiment_name} in {section.run_dir}"
+    section = training.config.trainer
+    yield f"lockstep {training.command}: run {section.experiment_name} in {section.run_dir}"
     device = "cuda" if gpu else _device_of(section.device)
-    if not isinstance(asked.config, PPOConfig):
-        yield _stage_words(asked.config, device) + (f"\n  {_SMALL}" if asked.is_first_run else "")
-        yield values_text(asked, shows_all)
+    if not isinstance(training.config, PPOConfig):
+        yield _stage_words(training.config, device) + (f"\n  {_SMALL}" if training.is_first_run else "")
+        yield values_text(training, shows_all)
         return
     from lockstep.data.schedule import PromptSchedule
     from lockstep.tools.explain.ppo import episodes, places, stages, validation
 
-    config = asked.config
-    total = asked.config.trainer.total_training_steps
+    config = training.config
+    total = training.config.trainer.total_training_steps
     rows = _rows(config.data, config.data.train_files, config.data.train_max_samples)
     if isinstance(rows, int):
         PromptSchedule(
@@ -64,7 +64,7 @@ def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
         words = describe(config, rows, total, device)
     else:
         words = f"{rows}\n" + describe(config, 0, 0, device).partition("\n")[2]
-    if asked.is_first_run:
+    if training.is_first_run:
         words += f"\n{_SMALL}"
     yield "what a step is:\n" + _indented(words)
     if config.agent.is_on:
@@ -77,7 +77,7 @@ def _parts(asked: Asked, gpu: str | None, shows_all: bool) -> Iterator[str]:
     )
     yield "where the models are:\n" + "\n".join(f"  {pool}: {models}" for pool, models in places(config))
     yield "what a step will cost:\n" + _indented(_cost(config, gpu))
-    yield values_text(asked, shows_all)
+    yield values_text(training, shows_all)
 
 
 def _saves(section: RunConfig, total: int | None) -> str:

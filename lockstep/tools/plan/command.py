@@ -11,7 +11,7 @@ from lockstep.config.data import EMBEDDED
 from lockstep.config.load import with_changes
 from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, ResourceError, as_command
-from lockstep.tools.asked import Asked, read_asked
+from lockstep.tools.training_command import TrainingCommand, read_training_command
 
 if TYPE_CHECKING:
     from lockstep.planner import Prediction
@@ -40,22 +40,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     words = [*options.words, *(["--from-verl"] if options.from_verl else [])]
-    asked = read_asked(words, options.config, None if options.gpu else _device_of)
+    training = read_training_command(words, options.config, None if options.gpu else _device_of)
     if options.price is not None and not options.price >= 0:
         raise ConfigError(f"--price {options.price:g} is no price; give that of one GPU for an hour")
-    if not isinstance(asked.config, PPOConfig):
-        return _plan_stage(asked, options)
+    if not isinstance(training.config, PPOConfig):
+        return _plan_stage(training, options)
     from lockstep.planner import Lengths, find_device
     from lockstep.tools.plan.measured import predicted
     from lockstep.tools.plan.propose import proposals, what_fits
     from lockstep.tools.plan.refused import check_run
     from lockstep.tools.plan.table import outcome, stages_table
 
-    if asked.config.actor_rollout_ref.model.path == EMBEDDED:
+    if training.config.actor_rollout_ref.model.path == EMBEDDED:
         raise ConfigError(
             "the embedded task's model is not planned; name one: actor_rollout_ref.model.path=MODEL data.train_files=FILE"
         )
-    config = _on(asked.config, options.count)
+    config = _on(training.config, options.count)
     device = find_device(options.gpu or _GPU)
     data = config.data
     lengths = Lengths(
@@ -67,8 +67,8 @@ def _plan(options: argparse.Namespace) -> int:
     rows = f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens in the mean"
     group = config.actor_rollout_ref.rollout.n
     step = f"a step of {data.train_batch_size} prompts x {group} = {data.train_batch_size * group} responses"
-    head = f"{asked.command}: {config.actor_rollout_ref.model.path}; {step}; {rows}"
-    if asked.is_first_run:
+    head = f"{training.command}: {config.actor_rollout_ref.model.path}; {step}; {rows}"
+    if training.is_first_run:
         head += "\n(the step of the run that would start here, on a CPU; --gpu NAME plans the larger one that would start on a GPU)"
     try:
         found = ask(config)
@@ -103,17 +103,17 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
+def _plan_stage(training: TrainingCommand, options: argparse.Namespace) -> int:
     """The same for what learns from files: one stage, an update, beside which a reference may pass."""
     from lockstep.planner import Lengths, find_device, predict_stage
     from lockstep.tools.plan.refused import check_run
     from lockstep.tools.plan.table import outcome, stages_table
 
-    if asked.command == "distill":
+    if training.command == "distill":
         raise ConfigError("lockstep plan does not know distill: its teacher computes beside the student")
-    config = asked.config
+    config = training.config
     device = find_device(options.gpu or _GPU)
-    longest = asked.config.data.max_length
+    longest = training.config.data.max_length
     if options.count is not None:
         each, machines = _machines(options.count)
         trainer = dataclasses.replace(config.trainer, n_gpus_per_node=each, nnodes=machines)
@@ -127,7 +127,7 @@ def _plan_stage(asked: Asked, options: argparse.Namespace) -> int:
         print(_json(found))
         return 0
     rows = f"rows of {lengths.prompt + lengths.response:g} tokens in the mean"
-    print(f"{asked.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
+    print(f"{training.command}: {config.model.path}; {rows}; on {found.num_gpus} x {device.name}\n\n{stages_table(found)}\n")
     print("\n".join(outcome(found, device, options.price, config.trainer.save_freq)))
     return 0
 

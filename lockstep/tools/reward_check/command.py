@@ -16,7 +16,7 @@ from lockstep.config import PPOConfig
 from lockstep.config.data import EMBEDDED
 from lockstep.errors import ConfigError, as_command
 from lockstep.observability.safe_console import SafeConsole
-from lockstep.tools.asked import read_asked
+from lockstep.tools.training_command import read_training_command
 from lockstep.trainer.run.setup import reward_arguments, with_embedded_task
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     from lockstep.tools.reward_check.report import print_report
 
     options = _parser().parse_intermixed_args(arguments[1:])
-    asked = read_asked(options.overrides, options.config)
-    config = asked.config
+    training = read_training_command(options.overrides, options.config)
+    config = training.config
     if not isinstance(config, PPOConfig):
-        raise ConfigError(f"lockstep {asked.command} has no rewards to check; name ppo or a relative of it")
+        raise ConfigError(f"lockstep {training.command} has no rewards to check; name ppo or a relative of it")
     for name, number in (("rows", options.rows), ("model-samples", options.model_samples)):
         if number is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, not {number}")

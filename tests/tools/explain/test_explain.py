@@ -5,24 +5,24 @@ from helpers.tiny import tiny_config
 
 from lockstep.config.keys import valid_keys
 from lockstep.config.reference import ROOTS
-from lockstep.tools.asked import read_asked
 from lockstep.tools.explain.command import main
 from lockstep.tools.explain.ppo import places, stages
 from lockstep.tools.explain.values import values
 from lockstep.tools.plan.command import main as plan
+from lockstep.tools.training_command import read_training_command
 
 NAMED = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=model"]
 
 
 def stages_of(*words, device="cuda"):
-    return dict(stages(read_asked([words[0], *NAMED, *words[1:]], None).config, device))
+    return dict(stages(read_training_command([words[0], *NAMED, *words[1:]], None).config, device))
 
 
 def test_each_value_has_its_origin_and_the_last_one_wins(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("actor_rollout_ref: {rollout: {n: 4, temperature: 0.9}}\ntrainer: {seed: 3}\n")
-    asked = read_asked(["grpo", *NAMED, "trainer.seed=5", "actor_rollout_ref.model.override_config.a=1"], file)
-    found = {key: (value, origin) for key, value, origin in values(asked)}
+    training = read_training_command(["grpo", *NAMED, "trainer.seed=5", "actor_rollout_ref.model.override_config.a=1"], file)
+    found = {key: (value, origin) for key, value, origin in values(training)}
     assert list(found) == list(valid_keys())
     assert found["actor_rollout_ref.rollout.n"] == (4, f"file {file}")  # over the preset's
     assert found["trainer.seed"] == (5, "command line")  # over the file's
@@ -30,7 +30,7 @@ def test_each_value_has_its_origin_and_the_last_one_wins(tmp_path):
     assert found["algorithm.lam"] == (1.0, "default")
     assert found["actor_rollout_ref.model.override_config"] == ({"a": 1}, "command line")
     assert found["trainer.experiment_name"][1] == "made of the others"
-    embedded = {key: (value, origin) for key, value, origin in values(read_asked(["grpo"], None))}
+    embedded = {key: (value, origin) for key, value, origin in values(read_training_command(["grpo"], None))}
     assert embedded["data.max_response_length"] == (8, "the embedded task")
     assert embedded["trainer.critic_warmup"] == (0, "no critic")
 
@@ -70,11 +70,11 @@ def test_every_model_has_its_place():
         "reward_model.enable=true",
         "reward_model.model.path=rm",
     ]
-    found = dict(places(read_asked(["ppo", *NAMED, *keys, "actor_rollout_ref.actor.use_kl_loss=true"], None).config))
+    found = dict(places(read_training_command(["ppo", *NAMED, *keys, "actor_rollout_ref.actor.use_kl_loss=true"], None).config))
     assert list(found) == ["global_pool, 1 process", "critic_pool, 2 processes"]
     assert "reference model, frozen" in found["global_pool, 1 process"]
     assert "reward model rm, frozen" in found["global_pool, 1 process"]
-    lora = dict(places(read_asked(["grpo", *NAMED, "actor_rollout_ref.model.lora_rank=8"], None).config))
+    lora = dict(places(read_training_command(["grpo", *NAMED, "actor_rollout_ref.model.lora_rank=8"], None).config))
     assert "the actor without its adapters as the reference" in lora["global_pool, 1 process"]
 
 
