@@ -10,6 +10,7 @@ from lockstep.utils.lazy import lazy_names
 if TYPE_CHECKING:
     from lockstep.generation.engine import NativeRollout, warm_generation
     from lockstep.generation.model_support import check_small_cache, check_small_cache_capability, check_small_cache_config
+    from lockstep.generation.offline_engine import Engine, GeneratedText, dtype_of, load_module
     from lockstep.generation.routing import RoutedRollout
 
 __getattr__ = lazy_names(
@@ -17,6 +18,7 @@ __getattr__ = lazy_names(
     {
         "engine": "NativeRollout warm_generation",
         "model_support": "check_small_cache check_small_cache_capability check_small_cache_config",
+        "offline_engine": "Engine GeneratedText dtype_of load_module",
         "routing": "RoutedRollout",
     },
 )

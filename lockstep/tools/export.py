@@ -152,7 +152,7 @@ def _write_model(shapes: dict[str, tuple[int, ...]], read: Callable[[str], Tenso
 def _merged(source: ModelSource) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
     """Someone's adapter in the model that it was trained beside, which is loaded for it."""
     from lockstep.config.engine import ModelConfig
-    from lockstep.tools.load_model import load_module
+    from lockstep.generation import load_module
 
     model = load_module(ModelConfig(path=source.path, lora_adapter_path=source.adapter), "sdpa")
     parameters = dict(model.named_parameters())

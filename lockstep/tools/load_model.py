@@ -26,10 +26,9 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observability.waiting import shown_work
 
 if TYPE_CHECKING:  # what follows takes seconds to import: a wrong path is said before
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from lockstep.config.actor_rollout_ref import RolloutConfig
-    from lockstep.config.engine import ModelConfig
     from lockstep.workers.rollout.base import RolloutEngine
 
 POLICY = "actor"
@@ -184,6 +183,7 @@ def load(
     import torch
 
     from lockstep.config.engine import ModelConfig
+    from lockstep.generation import dtype_of, load_module
     from lockstep.models.hf_config import stop_token_ids
     from lockstep.utils.device import resolve_device
     from lockstep.utils.tokenizer import hf_tokenizer
@@ -193,7 +193,7 @@ def load(
     check_installed(rollout.name)
     kind = get_rollout(rollout.name)
     place = torch.device(resolve_device(device))
-    number = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if place.type == "cuda" else torch.float32
+    number = dtype_of(dtype, place)
     config = ModelConfig(path=source.path, trust_remote_code=trust_remote_code, lora_adapter_path=source.adapter)
     tokenizer = hf_tokenizer(source.path, trust_remote_code)
 
@@ -211,19 +211,3 @@ def load(
     else:
         engine = process_rollout(rollout.name)(config, rollout, tokenizer.pad_token_id, place, number, decode_text)
     return LoadedModel(source, tokenizer, engine, stop_token_ids(source.path, tokenizer))
-
-
-def load_module(config: ModelConfig, attention: str) -> PreTrainedModel:
-    """The language model in float32 on the CPU, with `config`'s adapter merged into its weights. Raises as `load` does."""
-    from lockstep.models.load import Head, load_model, share_structure
-    from lockstep.models.lora import Lora
-
-    # Generation packs no rows: the engine has a check of its own (generation/model_support.py), and transformers' own attention needs none.
-    model = load_model(config, Head.LANGUAGE_MODEL, seed=0, packs=False)
-    merged = share_structure(model, attention)
-    if config.lora_adapter_path is not None:
-        lora = Lora(model, config, Head.LANGUAGE_MODEL, seed=0)  # into `model` only; the other tree keeps its layers
-        tensors = ((name, lora.values.get(name, parameter.detach())) for name, parameter in model.named_parameters())
-        for name, tensor in lora.merged(tensors):
-            merged.get_parameter(name).data.copy_(tensor)
-    return merged

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.config.engine import ModelConfig
-from lockstep.tools.load_model import LoadedModel, ModelSource, find_model, load_module
+from lockstep.tools.load_model import LoadedModel, ModelSource, find_model
 from lockstep.tools.serve.schema import EngineBroken, QueueFull, ShuttingDown
 from lockstep.workers.rollout.base import ModuleRollout
 from lockstep.workers.rollout.request import Tokens
@@ -238,6 +238,8 @@ def newer_weights(run: str, loaded: LoadedModel) -> NewerWeights | None:
 
     Raises DataError or OSError when it cannot be read, also because the run has deleted it meanwhile.
     """
+    from lockstep.generation import load_module
+
     source = find_model(run)
     if source.step is None or source.step <= (loaded.source.step or 0):
         return None
