@@ -212,12 +212,17 @@ def test_a_run_is_compared_with_its_prediction(model, tmp_path, capsys):
 def test_what_learns_from_files_is_planned_too(model, capsys):
     steps = {}
     for command in ("sft", "reward-model", "dpo"):
-        assert main([command, "data.train_files=x", f"model.path={model}", "--response-length", "400", "--price", "1"]) == 0
+        assert (
+            main(
+                [command, "data.train_files=x", f"model.path={model}", "--gpu", "h100", "--response-length", "400", "--price", "1"]
+            )
+            == 0
+        )
         text = capsys.readouterr().out
         assert ("\nref " in text) == (command == "dpo")
         steps[command] = float(re.search(r"a step: ([\d.]+) s", text)[1])
     assert steps["dpo"] > steps["reward-model"] > 0  # a reference beside it, and an output layer
-    assert main(["sft", "data.train_files=x", f"model.path={model}", "--response-length", "400", "--json"]) == 0
+    assert main(["sft", "data.train_files=x", f"model.path={model}", "--gpu", "h100", "--response-length", "400", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(steps["sft"], abs=0.05)
     assert main(["sft", "data.train_files=x", f"model.path={model}", "--gpu", "rtx-4090", "engine.max_token_len_per_gpu=9999999",
                  "data.max_length=32768", "data.train_batch_size=4096"]) == 1  # fmt: skip
