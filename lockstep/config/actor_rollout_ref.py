@@ -22,7 +22,7 @@ from lockstep.config.check import (
 )
 from lockstep.config.data import EMBEDDED
 from lockstep.config.engine import EngineChoice, ModelConfig, OptimConfig, check_learner
-from lockstep.config.sampling import check_line_breaks, check_sampling, check_stop
+from lockstep.config.sampling import SamplingConfig, check_line_breaks, check_stop
 from lockstep.errors import ConfigError
 
 ROLLOUTS = ("native", "hf", "vllm", "sglang")
@@ -221,44 +221,22 @@ class RefConfig:
 
 
 @dataclass
-class SamplingConfig:
+class ValidationSampling(SamplingConfig):
     """How tokens are drawn in validation."""
 
     prefix: ClassVar[str] = "actor_rollout_ref.rollout.val_kwargs"
 
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_k: int = -1
-    """Keep the k most likely tokens; -1 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that hold this much probability."""
-    min_p: float = 0.0
-    """Keep the tokens with at least this share of the most likely one's probability."""
-    repetition_penalty: float = 1.0
-    """Makes tokens that the prompt or the response already has less likely (above 1)."""
-    n: int = 1
-    """Samples per prompt."""
-
-    def __post_init__(self) -> None:
-        check_sampling(self.prefix, self, "n")
-
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(SamplingConfig):
     """Generation: engine, sampling, memory."""
+
+    prefix: ClassVar[str] = "actor_rollout_ref.rollout"
 
     name: str = "native"
     """Generation engine: native (decodes from the trainer's own weights), hf (transformers.generate, slow reference), vllm, or sglang."""
-    n: int = 1
-    """Samples per prompt."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in training alike."""
-    top_k: int = -1
-    """Keep the k most likely tokens; -1 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that hold this much probability."""
-    min_p: float = 0.0
-    """Keep the tokens with at least this share of the most likely one's probability."""
     repetition_penalty: float = 1.0
     """Makes tokens that the prompt or the response already has less likely (above 1). Log-probs stay those without it."""
     stop: list[str] = field(default_factory=list)
@@ -299,13 +277,13 @@ class RolloutConfig:
     exactness_bound: float = 1e-4
     """While the sampler's log-probs are this close to the trainer's, they serve as old log-probs and that pass is skipped; 0: never.
     A batch's one update computes its own."""
-    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
 
     def __post_init__(self) -> None:
-        prefix = "actor_rollout_ref.rollout"
+        super().__post_init__()
+        prefix = self.prefix
         at_home(self, "weight_sync_dir")
         one_of(f"{prefix}.name", self.name, ROLLOUTS)
-        check_sampling(prefix, self, "n")
         auto_or_at_least(self, prefix, 1, "max_num_seqs", "max_num_batched_tokens")
         check_stop(prefix, self.stop)
         check_line_breaks(f"{prefix}.stop", self.stop)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RefModelConfig, SamplingConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RefModelConfig
 from lockstep.config.check import above, at_home, at_least, auto_or_bool, in_range
 from lockstep.config.engine import ModelConfig, OptimConfig
+from lockstep.config.sampling import SamplingConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.stage import stage_optim
 from lockstep.errors import ConfigError

@@ -111,15 +111,10 @@ class PPOConfig:
         """How tokens are drawn in training, or in validation."""
         rollout = self.actor_rollout_ref.rollout
         source = rollout.val_kwargs if validation else rollout
-        return SamplingParams(
-            temperature=source.temperature,
-            top_k=source.top_k,
-            top_p=source.top_p,
-            min_p=source.min_p,
-            repetition_penalty=source.repetition_penalty,
+        return source.params(
             max_tokens=self.data.max_response_length,
             stop_token_ids=stop_token_ids,
-            stop=tuple(rollout.stop),
+            stop=rollout.stop,
             seed=self.trainer.seed,
         )
 

@@ -81,10 +81,6 @@ def _meanings(section: type) -> dict[str, str]:
     return meanings
 
 
-if __name__ == "__main__":
-    print(markdown(ROOTS[sys.argv[1]]), end="")
-
-
 def command_help(root: Any, words: Sequence[str] = (), algorithm: str = "ppo") -> str:
     """The help of the command whose configuration is `root` (and whose preset is that of `algorithm`).
 
@@ -166,3 +162,7 @@ def _text(item: Key) -> str:
 def _is_in(word: str, key: str) -> bool:
     """Whether `word` names the key itself or a section that it is in: the whole path, or its last part."""
     return f".{key.lower()}.".startswith(f".{word}.") or f".{word}." in f".{key.rpartition('.')[0].lower()}."
+
+
+if __name__ == "__main__":
+    print(markdown(ROOTS[sys.argv[1]]), end="")

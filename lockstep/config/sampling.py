@@ -1,12 +1,63 @@
-"""How tokens are drawn: what the trainer asks of the generation engines."""
+"""How tokens are drawn: the keys with their defaults and checks, and what is asked of the generation engines."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config.check import at_least, finite, in_range
 from lockstep.errors import ConfigError
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn."""
+
+    prefix: ClassVar[str] = "sampling"
+    """What stands before the names in errors."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the prompt or the response already has less likely (above 1)."""
+    n: int = 1
+    """Samples per prompt."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self.prefix, self, "n")
+
+    def params(
+        self,
+        *,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        seed: int,
+        stop: Sequence[str] = (),
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+    ) -> SamplingParams:
+        """Return what an engine is asked for. Raises ConfigError, naming the parameter, when one is out of range."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            stop=tuple(stop),
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +66,13 @@ class SamplingParams:
 
     temperature: float
     """Divides the logits; 0 takes the most likely token."""
-    top_k: int = -1
+    top_k: int = SamplingConfig.top_k
     """Keep the k most likely tokens, and those as likely as the last of them; -1 keeps all."""
-    top_p: float = 1.0
+    top_p: float = SamplingConfig.top_p
     """Keep the most likely tokens that hold this much probability, and those as likely as the last of them; 1 keeps all."""
-    min_p: float = 0.0
+    min_p: float = SamplingConfig.min_p
     """Keep the tokens that have at least this share of the most likely one's probability; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = SamplingConfig.repetition_penalty
     """Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the response has; 1 does nothing."""
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that the response has."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.check import all_or_at_least_one, at_home, at_least, file_names, one_of
 from lockstep.config.reward import JudgeConfig
+from lockstep.config.sampling import SamplingConfig
 from lockstep.config.stage import FilesConfig, StageConfig
 from lockstep.errors import ConfigError
 

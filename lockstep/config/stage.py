@@ -1,12 +1,13 @@
 """What the recipes around RL (sft, ...) have in common: the model that learns, its engine, its optimizer, the run."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, SamplingConfig
+from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, PolicyKeys, RolloutConfig, ValidationSampling
 from lockstep.config.check import all_or_at_least_one, at_home, at_least, auto_or_at_least, file_names, one_of
 from lockstep.config.engine import STRATEGIES, EngineChoice, ModelConfig, OptimConfig, check_learner
 from lockstep.config.identity import default_name
+from lockstep.config.sampling import SamplingConfig
 from lockstep.config.trainer import RayConfig, RunConfig
 from lockstep.errors import ConfigError
 
@@ -156,5 +157,8 @@ class StageConfig:
             ppo_micro_batch_size_per_gpu=engine.micro_batch_size_per_gpu,
             optim=self.optim,
         )
-        rollout = RolloutConfig() if sampling is None else RolloutConfig(val_kwargs=sampling)
+        rollout = RolloutConfig()
+        if sampling is not None:
+            drawn = {item.name: getattr(sampling, item.name) for item in fields(ValidationSampling)}
+            rollout = RolloutConfig(val_kwargs=ValidationSampling(**drawn))
         return ActorRolloutRefConfig(model=self.model, actor=actor, rollout=rollout)

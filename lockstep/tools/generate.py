@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sampling import SamplingParams, check_line_breaks
+from lockstep.config.sampling import SamplingConfig, SamplingParams, check_line_breaks
 from lockstep.errors import ConfigError, DataError, as_command
 from lockstep.observability.waiting import shown_work
 from lockstep.tools.load_model import LoadedModel, add_model_arguments, load_model_of, names_options
@@ -122,12 +122,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, temperature: float) 
 def sampling_of(options: argparse.Namespace, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How tokens are drawn. Raises ConfigError for a value out of range."""
     check_line_breaks("--stop", options.stop)
-    return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
+    return SamplingConfig(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k).params(
         max_tokens=options.max_tokens,
-        stop=tuple(options.stop),
+        stop=options.stop,
         stop_token_ids=stop_token_ids,
         seed=options.seed,
     )

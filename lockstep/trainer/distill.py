@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.config.distill import DistillConfig
-from lockstep.config.sampling import SamplingParams
+from lockstep.config.sampling import SamplingConfig
 from lockstep.config.stage import STAGE_KEYS
 from lockstep.errors import ConfigError
 from lockstep.models.hf_config import read_model_config, stop_token_ids
@@ -50,8 +50,7 @@ class DistillTrainer(SFTTrainer):
         _check_vocabularies(config)
         super().__init__(config, tokenizer, *args, **options)
         self.longest = config.longest
-        self._sampler = SamplingParams(
-            temperature=config.distill.sampling_temperature,
+        self._sampler = SamplingConfig(temperature=config.distill.sampling_temperature).params(
             max_tokens=config.distill.max_response_length,
             stop_token_ids=stop_token_ids(str(config.model.path), tokenizer),
             seed=config.trainer.seed,

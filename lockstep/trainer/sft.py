@@ -47,12 +47,7 @@ class SampledAnswers:
         )
         dataset = RLHFDataset(own.files, tokenizer, data, own.max_samples)
         reward_fn.check(dataset.tags(), validation=True)
-        sampling = SamplingParams(
-            temperature=own.temperature,
-            top_k=own.top_k,
-            top_p=own.top_p,
-            min_p=own.min_p,
-            repetition_penalty=own.repetition_penalty,
+        sampling = own.params(
             max_tokens=own.max_response_length,
             stop_token_ids=stop_token_ids(str(config.model.path), tokenizer),
             seed=section.seed,

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from lockstep.algorithms.aggregation import Denominators
 from lockstep.algorithms.rows import Rows
-from lockstep.config.actor_rollout_ref import SamplingConfig
 from lockstep.config.check import tokens_in_words
 from lockstep.config.follow import for_rows
 from lockstep.config.load import fitted
+from lockstep.config.sampling import SamplingConfig
 from lockstep.config.stage import STAGE_KEYS, StageConfig
 from lockstep.data.row_files import describe_data, warn_of_other_data
 from lockstep.data.schedule import PromptSchedule, batch_at

@@ -57,16 +57,7 @@ def _warm_rollout(engine: RolloutEngine, rollout: RolloutConfig) -> None:
 
 def _sampling(rollout: RolloutConfig) -> SamplingParams:
     """Return the sampling of a step, as far as kernels depend on it."""
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        max_tokens=2,
-        stop_token_ids=(),
-        seed=0,
-    )
+    return rollout.params(max_tokens=2, stop_token_ids=(), seed=0)
 
 
 def warm_update(engine: TrainEngine, *, learns: bool, temperature: float, entropy_grad: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.sampling import SamplingParams
+from lockstep.config.sampling import SamplingConfig, SamplingParams
 from lockstep.data.encoder import PromptEncoder
 from lockstep.errors import ConfigError, ResourceError
 from lockstep.tools.evaluate.questions import Question, Sample, digest
@@ -33,17 +33,10 @@ _LOST = (OSError, http.client.HTTPException)
 """What a connection that ends, at once or in the middle of an answer, raises."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerSampling:
-    """How answers are drawn: as SamplingParams, without what only a loaded model knows."""
+@dataclass(kw_only=True)
+class AnswerSampling(SamplingConfig):
+    """How answers are drawn: `n` to each question. Only a loaded model knows the rest of SamplingParams."""
 
-    n: int = 1
-    """Answers to each question."""
-    temperature: float = 0.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
     seed: int = 0
@@ -54,21 +47,12 @@ class AnswerSampling:
             raise ConfigError(f"--n must be at least 1, not {self.n}")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"--n {self.n} at temperature 0 draws the same answer {self.n} times; set --temperature, or --n 1")
+        super().__post_init__()
         self.sampling(())
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Return the same for an engine."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_tokens=self.max_tokens,
-            stop_token_ids=stop_token_ids,
-            stop=self.stop,
-            seed=self.seed,
-        )
+        return self.params(max_tokens=self.max_tokens, stop_token_ids=stop_token_ids, stop=self.stop, seed=self.seed)
 
 
 class Answerer(ABC):

@@ -21,6 +21,7 @@ from lockstep.checkpoint import folders
 from lockstep.config import PPOConfig, load_config
 from lockstep.config.data import EMBEDDED
 from lockstep.config.load import read_overrides
+from lockstep.config.sampling import SamplingConfig
 from lockstep.errors import ConfigError, as_command
 from lockstep.observability.safe_console import SafeConsole
 from lockstep.observability.waiting import shown_work
@@ -199,7 +200,7 @@ def _drawing(
 
     values: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
     if is_run:
-        names = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        names = [field.name for field in dataclasses.fields(SamplingConfig)]
         rollout = config.actor_rollout_ref.rollout
         values |= {name: getattr(rollout.val_kwargs, name) for name in names} | {"seed": config.trainer.seed}
         values["stop"] = stop or tuple(rollout.stop)

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from lockstep.config.sampling import SamplingParams
+from lockstep.config.sampling import SamplingConfig, SamplingParams
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tools.serve import schema
 from lockstep.tools.serve.answers import Answers, error_event
@@ -367,12 +367,14 @@ def engine_requests(
     own_stops = () if call.ignore_eos else stop_token_ids
     seed = secrets.randbits(63) if call.seed is None else call.seed & (2**63 - 1)
     try:
-        params = SamplingParams(
+        drawn = SamplingConfig(
             temperature=call.temperature,
             top_k=call.top_k or -1,
             top_p=call.top_p,
             min_p=call.min_p,
             repetition_penalty=call.repetition_penalty,
+        )
+        params = drawn.params(
             presence_penalty=call.presence_penalty,
             frequency_penalty=call.frequency_penalty,
             max_tokens=max(1, longest if call.max_generated is None else call.max_generated),
