@@ -177,7 +177,7 @@ def test_samples_of_a_prompt_read_its_pages_together_in_large_batches():
     backend = make_backend(big_tiny("qwen2"), num_pages=3000)
     prompts = random_prompts()
     many, _ = generate(backend, prompts, [40] * 60, max_num_seqs=300)
-    assert any(shared for _, _, shared, _, _ in backend._seated.runner._graphs)
+    assert any(shared for _, _, shared, _, _ in backend._workspace.runner._graphs)
     few, _ = generate(backend, prompts, [40])
     assert [s.tokens for s in many] == [few[i // 60].tokens for i in range(300)]
 
@@ -204,7 +204,7 @@ def test_batch_invariant_log_probs_do_not_know_a_short_pool_or_few_rows(num_page
     model = big_tiny("qwen2").bfloat16()
     plenty, _ = generate(make_backend(model, batch_invariant=True), random_prompts(), [100, 90, 120], temperature=1.0)
     short = make_backend(model, num_pages=num_pages, batch_invariant=True)
-    short._seat(short._cache, 64, 8, False)
+    short._workspace_for(short._cache, 64, 8, False)
     found, scheduler = generate(short, random_prompts(), [100, 90, 120], temperature=1.0, max_num_seqs=seats)
     assert scheduler.num_preemptions == 0
     assert [s.tokens for s in found] == [s.tokens for s in plenty]
@@ -262,7 +262,7 @@ def test_experts_in_half_precision_are_decoded_in_graphs(family, capsys):
     """float32 experts are multiplied one by one, by counts that the host reads; bfloat16 ones by one grouped kernel."""
     backend = make_backend(big_tiny(family, **FAMILIES[family]).bfloat16())
     generate(backend, random_prompts(), [30])
-    assert backend._seated.runner._graphs
+    assert backend._workspace.runner._graphs
     assert "without CUDA graphs" not in capsys.readouterr().out
 
 
@@ -270,7 +270,7 @@ def test_graphs_that_are_captured_ahead_give_the_same_tokens():
     """One at a time, in the order in which they are wanted, and only of what is compiled."""
     backend = make_backend(big_tiny("qwen2"))
     want, _ = generate(backend, random_prompts(), [30])
-    runner = backend._seated.runner
+    runner = backend._workspace.runner
     runner.forget()
     kinds = [(size, None, False, False, False) for size in (64, 16, 8, 48)]
     runner.warm_up(kinds[1:3])

@@ -61,7 +61,7 @@ def test_penalties_that_come_and_go_are_decoded_with_graphs(tmp_path):
         params = sampling(repetition_penalty=penalty)
         want, got = ([c.ids.tolist() for c in engine.generate(requests, params)] for engine in (on_cpu, on_gpu))
         assert got == want
-        steps = on_gpu.backend._seated.runner
+        steps = on_gpu.backend._workspace.runner
         assert steps._captures
         assert steps._graphs
 

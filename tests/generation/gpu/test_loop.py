@@ -145,7 +145,7 @@ def test_graphs_that_are_all_dropped_leave_no_memory_to_capture_into(make_gpu: M
     gpu = make_gpu(FakeModel(40, 4))
     request = Request(torch.arange(3), (0, 0, 0))
     generate(gpu, [request], sampling(max_tokens=4))
-    steps = gpu._seated.runner
+    steps = gpu._workspace.runner
     for kept, expected in (([], None), ([(8, None, False, False)], "memory")):
         steps._graphs = dict.fromkeys([*kept, (8, "a filter", False, False)])
         steps._pool = "memory"
@@ -169,9 +169,9 @@ def test_a_warm_up_computes_every_step_that_is_met_and_changes_no_token(
     model = FakeModel(400, 4)
     gpu = make_gpu(model, lookahead=2, batch_invariant=batch_invariant, kv_heads=64)
     before = generate(gpu, requests[:2], params, seats=40)
-    gpu._seated.runner._captures = True  # a step is then computed beforehand, as with graphs
+    gpu._workspace.runner._captures = True  # a step is then computed beforehand, as with graphs
     gpu.warm_up(40, params, shares=True)
-    gpu._seated.runner._captures = False
+    gpu._workspace.runner._captures = False
     warm = set(gpu._warm)
     met = set()
     steps = runner.DecodeRunner.steps
