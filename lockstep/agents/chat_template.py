@@ -80,7 +80,8 @@ class TurnTemplate:
     def _prepare(self) -> None:
         """Find the tokens that end turns. Raise ConfigError if the rule does not hold for the template."""
         calls = (ToolCall("first", {"a": 1}), ToolCall("second", {}))
-        for number in range(3 if self.has_tools else 1):
+        most_calls = 2 if self.has_tools else 0
+        for number in range(most_calls + 1):
             try:
                 self._check(calls[:number])
             except DataError as error:
@@ -251,7 +252,8 @@ class ConversationTemplate(TurnTemplate):
     def _prepare(self) -> None:
         asks: list[Message] = [{"role": "user", "content": "Hello"}]
         calls = (ToolCall("first", {"a": 1}), ToolCall("second", {}))
-        for number in range(3 if self.has_tools else 1):
+        most_calls = 2 if self.has_tools else 0
+        for number in range(most_calls + 1):
             answers = [{"role": "tool", "name": call.name, "content": _NEXT} for call in calls[:number]]
             try:
                 after = self._after_sentinel(asks, answers or [{"role": "user", "content": _NEXT}], calls[:number])

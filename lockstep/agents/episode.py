@@ -98,7 +98,7 @@ class Episode:
         self.turn += [self.turns] * len(ids)
         self.rewards += [0.0] * len(ids)
 
-    def told(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return what is recorded of the episode besides its tokens."""
         names = (
             "turns", "contexts", "calls", "faults", "retries", "environment_s", "wait_s", "seed", "messages", "heard", "info", "error",
@@ -132,7 +132,7 @@ def episode_columns(episodes: Sequence[Episode], has_contexts: bool = False) -> 
     if has_contexts:
         kinds["restarts"] = ("restarts", torch.int64)
     columns = {column: ragged(name, dtype) for column, (name, dtype) in kinds.items()}
-    objects = {"finish_reason": [e.finish_reason for e in episodes], "episode": [e.told() for e in episodes]}
+    objects = {"finish_reason": [e.finish_reason for e in episodes], "episode": [e.record() for e in episodes]}
     return DataProto.from_dict(columns, objects)
 
 

@@ -66,12 +66,12 @@ class EpisodeLoop:
         self.idle_s = 0.0
         """How long the engine had no request."""
         self._idle_since = time.monotonic()
-        self._asked: dict[int, tuple[Play, EngineCall]] = {}
-        self._called: dict[Play, EnvironmentCall] = {}
+        self._engine_calls: dict[int, tuple[Play, EngineCall]] = {}
+        self._environment_calls: dict[Play, EnvironmentCall] = {}
         self._answered: queue.SimpleQueue[tuple[Play, EnvironmentCall]] = queue.SimpleQueue()
         """Calls that have ended, late ones included. Other threads put them there."""
         self._just_called: set[Play] = set()
-        """Coroutines in `_called` whose environments were called since the last pass."""
+        """Coroutines in `_environment_calls` whose environments were called since the last pass."""
         self._is_quick = True
         """Whether the last environment that answered was quick."""
         self._texts: list[tuple[Play, Encoding]] = []
@@ -85,21 +85,21 @@ class EpisodeLoop:
                 self._take_completions()
                 self._take_answers()
                 self._encode()
-                if len(self._asked) > len(self._completions):
-                    self._note(self.stream.next(self.stream.poll_s))
+                if len(self._engine_calls) > len(self._completions):
+                    self._collect(self.stream.next(self.stream.poll_s))
         finally:
             for play in self._running:
                 play.close()
-            self._note_idle()
+            self._add_idle_time()
 
     def _start(self, plays: Iterator[Play], at_once: int) -> bool:
         """Start as many coroutines as may run; return whether any run."""
         while len(self._running) < at_once and (play := next(plays, None)) is not None:
             self._running.add(play)
-            self._go_on(play)
+            self._resume(play)
         return bool(self._running)
 
-    def _go_on(self, play: Play) -> None:
+    def _resume(self, play: Play) -> None:
         """Run a coroutine until it waits for something, or to its end."""
         try:
             wanted = play.send(None)
@@ -109,22 +109,22 @@ class EpisodeLoop:
                 raise
             return
         if isinstance(wanted, EngineCall):
-            self._note_idle()
-            self._asked[self.stream.add(wanted.request)] = play, wanted
+            self._add_idle_time()
+            self._engine_calls[self.stream.add(wanted.request)] = play, wanted
         elif isinstance(wanted, Encoding):
             self._texts.append((play, wanted))
         else:
             assert isinstance(wanted, EnvironmentCall)
-            self._called[play] = wanted
+            self._environment_calls[play] = wanted
             self._just_called.add(play)
             wanted.future.add_done_callback(lambda _: self._answered.put((play, wanted)))
 
-    def _note_idle(self) -> None:
-        if not self._asked:
+    def _add_idle_time(self) -> None:
+        if not self._engine_calls:
             self.idle_s += time.monotonic() - self._idle_since
             self._idle_since = time.monotonic()
 
-    def _note(self, answer: object) -> None:
+    def _collect(self, answer: object) -> None:
         """Collect the completions of a pass."""
         while answer is not None:
             if isinstance(answer, Completion):
@@ -135,48 +135,51 @@ class EpisodeLoop:
         """Resume the coroutines whose completions have come."""
         for _ in range(min(_AT_ONCE, len(self._completions))):
             completion = self._completions.popleft()
-            play, asked = self._asked.pop(completion.index)
-            if not self._asked:
+            play, call = self._engine_calls.pop(completion.index)
+            if not self._engine_calls:
                 self._idle_since = time.monotonic()
-            asked.completion = completion
-            self._go_on(play)
+            call.completion = completion
+            self._resume(play)
 
     def _take_answers(self) -> None:
         """Resume the coroutines whose environments have answered or are late. Wait for one of them if there is nothing else to do."""
-        if self._called and not (self._asked or self._texts):
-            ends = [waited.deadline for waited in self._called.values() if waited.deadline is not None]
-            self._go_on_if_called(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
+        if self._environment_calls and not (self._engine_calls or self._texts):
+            ends = [call.deadline for call in self._environment_calls.values() if call.deadline is not None]
+            self._resume_answered(timeout_s=max(0.0, min(ends) - time.monotonic()) if ends else None)
         called = self._just_called
         patient_until = time.monotonic() + _PATIENCE_S
         self._just_called = set()
         for _ in range(_AT_ONCE):
-            left = patient_until - time.monotonic() if self._is_quick and called & self._called.keys() else 0.0
+            left = 0.0
+            if self._is_quick and called & self._environment_calls.keys():
+                left = max(0.0, patient_until - time.monotonic())
             if left <= 0.0 and self._answered.empty():
                 break
-            self._go_on_if_called(timeout_s=max(0.0, left))
+            self._resume_answered(timeout_s=left)
         now = time.monotonic()
-        for play in [play for play, waited in self._called.items() if waited.deadline is not None and waited.deadline < now]:
-            del self._called[play]
-            self._go_on(play)
+        late = [play for play, call in self._environment_calls.items() if call.deadline is not None and call.deadline < now]
+        for play in late:
+            del self._environment_calls[play]
+            self._resume(play)
 
-    def _go_on_if_called(self, timeout_s: float | None) -> None:
+    def _resume_answered(self, timeout_s: float | None) -> None:
         try:
-            play, waited = self._answered.get(timeout=timeout_s)
+            play, call = self._answered.get(timeout=timeout_s)
         except queue.Empty:
             return
-        self._is_quick = waited.seconds < _QUICK_S
-        if self._called.get(play) is waited:  # else its deadline has passed and the episode was resumed
-            del self._called[play]
-            self._go_on(play)
+        self._is_quick = call.seconds < _QUICK_S
+        if self._environment_calls.get(play) is call:  # else its deadline has passed and the episode was resumed
+            del self._environment_calls[play]
+            self._resume(play)
 
     def _encode(self) -> None:
         texts = self._texts
         self._texts = []
         groups: dict[int, list[Encoding]] = defaultdict(list)
-        for _, encoded in texts:
-            groups[id(encoded.template.tokenizer)].append(encoded)
+        for _, encoding in texts:
+            groups[id(encoding.template.tokenizer)].append(encoding)
         for group in groups.values():
-            for encoded, ids in zip(group, group[0].template.encode([one.text for one in group]), strict=True):
-                encoded.ids = ids
+            for encoding, ids in zip(group, group[0].template.encode([one.text for one in group]), strict=True):
+                encoding.ids = ids
         for play, _ in texts:
-            self._go_on(play)
+            self._resume(play)

@@ -251,21 +251,21 @@ class ThreadHost(Host):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._place = LiveEnvironment()
+        self._live = LiveEnvironment()
 
     def beginning(self, make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int) -> EnvironmentCall:
         """See Host."""
-        self._place = LiveEnvironment()
+        self._live = LiveEnvironment()
         return super().beginning(make, kwargs, row, seed)
 
     def _made(self, call: Call) -> EnvironmentCall:
-        return EnvironmentCall(self, _in_thread(call, self._place), self._timeout_s)
+        return EnvironmentCall(self, _in_thread(call, self._live), self._timeout_s)
 
     def leave_behind(self) -> None:
-        place = self._place
-        self._place = LiveEnvironment()
+        live = self._live
+        self._live = LiveEnvironment()
         if self.last is not None:
-            self.last.add_done_callback(lambda _: _in_thread(end, place))
+            self.last.add_done_callback(lambda _: _in_thread(end, live))
 
     def abandon(self) -> None:
         if self.last is not None:
@@ -276,15 +276,15 @@ class LoopHost(ThreadHost):
     """Holds an environment in an event loop that hosts share. A loop that an environment blocks gets no new environments."""
 
     def _made(self, call: Call) -> EnvironmentCall:
-        if self._place.loop is None:
-            self._place.loop = _free_loop()
-        return EnvironmentCall(self, self._place.loop.submit(_awaited(call, self._place)), self._timeout_s)
+        if self._live.loop is None:
+            self._live.loop = _free_loop()
+        return EnvironmentCall(self, self._live.loop.submit(_awaited(call, self._live)), self._timeout_s)
 
     def leave_behind(self) -> None:
-        place = self._place
-        self._place = LiveEnvironment()
-        if place.loop is not None:
-            place.loop.submit(_end_late(place))
+        live = self._live
+        self._live = LiveEnvironment()
+        if live.loop is not None:
+            live.loop.submit(_end_late(live))
 
 
 _BEAT_S = 0.25
@@ -306,12 +306,10 @@ def _free_loop() -> LoopThread:
         return _loops[0]
 
 
-def _in_thread(call: Call, place: LiveEnvironment) -> "Future[Any]":
+def _in_thread(call: Call, live: LiveEnvironment) -> "Future[Any]":
     """Start a call in a thread of its own."""
     future: Future[Any] = Future()
-    threading.Thread(
-        target=_fulfil, args=(future, functools.partial(_called, call, place)), name="environment", daemon=True
-    ).start()
+    threading.Thread(target=_fulfil, args=(future, functools.partial(_called, call, live)), name="environment", daemon=True).start()
     return future
 
 
@@ -428,69 +426,69 @@ def _short(value: Any) -> str:
 # -- the calls, which run where the environment lives ---------------------------------------------------------------------------
 
 
-def prepare(schemas: Mapping[tuple[str, str], dict[str, Any]], kwargs: dict[str, Any], place: LiveEnvironment) -> None:
+def prepare(schemas: Mapping[tuple[str, str], dict[str, Any]], kwargs: dict[str, Any], live: LiveEnvironment) -> None:
     """Make the first call in a process: unpickling its `kwargs` has imported what they need."""
     learn_schemas(schemas)
 
 
-def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, place: LiveEnvironment) -> Any:
+def begin(make: Make, kwargs: dict[str, Any], row: dict[str, Any], seed: int, live: LiveEnvironment) -> Any:
     """Make the environment and reset it."""
-    place.environment = make(**kwargs)
-    return place.environment.reset(row, seed)
+    live.environment = make(**kwargs)
+    return live.environment.reset(row, seed)
 
 
-def step(action: Action, place: LiveEnvironment) -> Any:
+def step(action: Action, live: LiveEnvironment) -> Any:
     """Return the environment's answer."""
-    assert place.environment is not None
-    return place.environment.step(action)
+    assert live.environment is not None
+    return live.environment.step(action)
 
 
-def end(place: LiveEnvironment) -> Any:
+def end(live: LiveEnvironment) -> Any:
     """Close the environment, if there is one."""
-    environment = place.environment
-    place.environment = None
+    environment = live.environment
+    live.environment = None
     return environment.close() if environment is not None else None
 
 
-_place = LiveEnvironment()
+_live = LiveEnvironment()
 """The environment of this process, if the process belongs to one."""
 
 
 def _in_child(call: Call) -> Any:
-    return _called(call, _place)
+    return _called(call, _live)
 
 
-def _called(call: Call, place: LiveEnvironment) -> Any:
+def _called(call: Call, live: LiveEnvironment) -> Any:
     """Make a call in this thread. An awaitable runs in the environment's own event loop, which ends with the environment."""
     try:
-        value = call(place)
+        value = call(live)
         if not inspect.isawaitable(value):
             return value
-        place.runner = place.runner or asyncio.Runner()
-        return place.runner.run(_await(value))
+        live.runner = live.runner or asyncio.Runner()
+        return live.runner.run(_await(value))
     finally:
-        if place.environment is None and place.runner is not None:
-            place.runner.close()
-            place.runner = None
+        if live.environment is None and live.runner is not None:
+            live.runner.close()
+            live.runner = None
 
 
 async def _await(value: Any) -> Any:
     return await value
 
 
-async def _awaited(call: Call, place: LiveEnvironment) -> Any:
+async def _awaited(call: Call, live: LiveEnvironment) -> Any:
     """Make a call in the event loop that runs this."""
-    place.task = asyncio.current_task()
+    live.task = asyncio.current_task()
     try:
-        value = call(place)
+        value = call(live)
         return await value if inspect.isawaitable(value) else value
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop of all environments
         raise EnvironmentFailed(f"the environment raised {type(error).__name__}: {error}") from error
 
 
-async def _end_late(place: LiveEnvironment) -> None:
+async def _end_late(live: LiveEnvironment) -> None:
     """Cancel a late call, and close its environment when it has ended. A late call of `close` itself is not cancelled."""
-    if place.environment is not None and place.task is not None:
-        place.task.cancel()
-        await asyncio.wait({place.task})
-        await _awaited(end, place)
+    if live.environment is not None and live.task is not None:
+        live.task.cancel()
+        await asyncio.wait({live.task})
+        await _awaited(end, live)

@@ -160,7 +160,7 @@ class Player:
             )
         episode = Episode(list(new), seed=task.seed)
         episode.add_turn(turn)
-        said: list[Message | Action] = list(turn.messages)
+        conversation: list[Message | Action] = list(turn.messages)
         stops = tuple({*self._sampling.stop_token_ids, *(template.end_ids - self._inner_ids)})
         try:
             while not episode.finish_reason:
@@ -177,7 +177,7 @@ class Player:
                 if completion.finish_reason == "error":
                     raise EnvironmentFailed(f"the policy could not answer: {completion.error}")
                 episode.add_policy(completion)
-                new, is_new_context = await self._answer_turn(task, host, episode, completion, said, stops)
+                new, is_new_context = await self._answer_turn(task, host, episode, completion, conversation, stops)
                 if is_new_context:
                     stream.release(previous)
                     previous = None
@@ -198,13 +198,13 @@ class Player:
         host: Host,
         episode: Episode,
         completion: Completion,
-        said: list[Message | Action],
+        conversation: list[Message | Action],
         stops: Sequence[int],
     ) -> tuple[list[int], bool]:
         """Let the environment answer the policy's turn. Return the tokens before the next turn and whether they start a new context; at the
         end of the episode set `finish_reason`."""
         action = self._read(task, completion, stops)
-        said.append(action)
+        conversation.append(action)
         episode.messages.append(_shown(action))
         if action.is_cut and self._left(episode, len(episode.context)) <= 0:  # a call that is cut here is not a fault
             episode.finish_reason = "length"
@@ -216,14 +216,14 @@ class Player:
         if host.seconds > self._limits.episode_timeout_s:
             raise EnvironmentFailed(f"the environment took {host.seconds:.0f} s, more than agent.episode_timeout_s allows")
         episode.add_turn(turn)
-        said += turn.messages
+        conversation += turn.messages
         if turn.done:
             episode.finish_reason = "stop"
             return [], False
         if episode.turns >= self._limits.max_turns:
             episode.finish_reason = "length"
             return [], False
-        new, is_new_context = await self._next_tokens(task.template, said, episode.context)
+        new, is_new_context = await self._next_tokens(task.template, conversation, episode.context)
         if len(new) >= self._left(episode, 0 if is_new_context else len(episode.context)):
             episode.finish_reason = "length"
             return [], False
@@ -231,14 +231,14 @@ class Player:
         return new, is_new_context
 
     async def _next_tokens(
-        self, template: TurnTemplate, said: list[Message | Action], context: list[int]
+        self, template: TurnTemplate, conversation: list[Message | Action], context: list[int]
     ) -> tuple[list[int], bool]:
         """See TurnTemplate.next_tokens."""
         with _refusals():
             if template.renders_conversation:
-                return template.next_tokens(said, context)
-            text = template.next_text(said)
-        return template.after(said, await Encoding(template, text)), False
+                return template.next_tokens(conversation, context)
+            text = template.next_text(conversation)
+        return template.after(conversation, await Encoding(template, text)), False
 
     def _read(self, task: EpisodeTask, completion: Completion, stops: Sequence[int]) -> Action:
         """Return the policy's turn with its calls."""

@@ -5,7 +5,7 @@ RUN/episodes/12.jsonl.gz   the 12th batch of prompts, an episode a line
   index, sample, seed      the episode's key
   messages                 the conversation
   heard                    turn by turn: how many of the messages, reward, done, info, faults
-  error, retries, ...      see Episode.told
+  error, retries, ...      see Episode.record
 RUN/episodes/kinds.json    the tools that the policy was shown, and whether the reward function judges
 ```
 

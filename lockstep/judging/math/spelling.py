@@ -127,7 +127,8 @@ def brace_arguments(text: str) -> str:
             position = text.find("]", position) + 1
             if not position:
                 continue
-        for _ in range(1 if command[1] == "sqrt" else 2):
+        num_arguments = 1 if command[1] == "sqrt" else 2
+        for _ in range(num_arguments):
             argument = _ARGUMENT.match(text, position)
             if argument is None:
                 break
