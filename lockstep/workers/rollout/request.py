@@ -70,7 +70,8 @@ class Completion:
     prompt_top_log_probs: TopLogProbs | None = None
     """[P], where both are asked for; empty where `prompt_log_probs` is NaN."""
     experts: Tensor | None = None
-    """[P + T, layers * experts per token] int16, where they are kept (generation/routing.py): what routers chose for each token; -1: unknown."""
+    """[P + T, layers * experts per token] int16, where they are kept (generation/routing.py): the choice of the routers for each token;
+    -1: unknown."""
 
 
 @dataclass(frozen=True)
