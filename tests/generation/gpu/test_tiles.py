@@ -93,7 +93,7 @@ def test_a_prompt_that_is_cut_reads_back_what_it_has_stored(kept: str) -> None:
     key = torch.empty(12, 2, DIM)
     rows = PromptRows([4, 8], [30, 10], torch.tensor([3, 11]), slots)
     variant = Variant(0.2, None)
-    out = packed_prompt_attention(query, key, key, *codes, rows, variant, scales, kept)
+    out = packed_prompt_attention(query, key, key, *codes, rows, variant, scales)
     torch.testing.assert_close(out, packed_prompt_attention(query, key, key, *plain, rows, variant))
 
 
