@@ -54,6 +54,7 @@ ROOMS = {
     "compat/": "other libraries' functions have those libraries' defaults",
     "tools/evaluate/": "a command without a configuration: its options have defaults of their own (docs/eval.md)",
     "tools/serve/": "likewise (docs/serve.md)",
+    "generation/offline_engine.py": "Engine is a library without a configuration: its arguments are those of a call (docs/generation.md)",
     "judging/sandbox/": "a library that imports nothing of ours and is used alone; the test below compares",
 }
 """Folder -> why it may have defaults."""

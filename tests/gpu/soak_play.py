@@ -73,9 +73,10 @@ class Soaked(NativeRollout):
 
     room: int | None = None
 
-    def _pages_for(self, requests: Sequence[Request], sampling: SamplingParams) -> int:
-        wanted = super()._pages_for(requests, sampling)
-        return wanted if self.room is None else min(wanted, 1 + -(-self.room // self.backend.page_size))
+    def _scheduler(self, wanted: int) -> Scheduler:
+        if self.room is not None:
+            wanted = min(wanted, 1 + -(-self.room // self.backend.page_size))
+        return super()._scheduler(wanted)
 
 
 class Plain(NativeRollout):
@@ -88,7 +89,7 @@ class Plain(NativeRollout):
         return self._plain
 
     def _open_for(self, requests: Sequence[Request], sampling: SamplingParams) -> Stream:
-        scheduler = self._scheduler(self._pages_for(requests, sampling), Scheduler)
+        scheduler = self._scheduler_for(requests, sampling)
         return self._opened(_PlainStream(self, sampling, self.backend, scheduler, self._forget_stream))
 
 

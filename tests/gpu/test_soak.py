@@ -70,7 +70,8 @@ def test_streams_are_continued_and_aborted() -> None:
 def test_a_small_cache_is_small() -> None:
     case = next(c for c in map(draw_case, range(10_000)) if c.room == 320 and not c.is_open and len(c.arrivals) > 30)
     engine = engine_for(case, "cpu")
-    assert engine._pages_for([arrival.request for arrival in case.arrivals], case.params) == 1 + 320 // engine.backend.page_size
+    scheduler = engine._scheduler_for([arrival.request for arrival in case.arrivals], case.params)
+    assert scheduler.pool.num_pages == 1 + 320 // engine.backend.page_size
 
 
 @pytest.mark.parametrize("change", ["token", "log_prob", "reason", "random numbers", "top", "prompt", "pieces"])
