@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lockstep.compat.verl_keys.keys import Several, Verdict, judge_all, overrides, summary, table
 from lockstep.compat.verl_keys.shell import started_commands
 from lockstep.config import PPOConfig, load_config
-from lockstep.config.keys import has_key
+from lockstep.config.keys import has_key, is_of_another_engine
 from lockstep.config.load import leaves, plain, readable_errors
 from lockstep.config.load import read_yaml as read_file
 from lockstep.config.overrides import parse_override
@@ -90,7 +92,15 @@ def our_config(config: Any, *ignored: Any, **also_ignored: Any) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     verdicts = accept(dict(leaves(plain(config))))
-    return load_config(overrides(verdict for verdict in verdicts if verdict.kind != "default"))  # a whole tree names every key
+    # A whole tree names every key: verl's defaults, and the sections of engines that its strategies do not choose.
+    arguments = overrides(verdict for verdict in verdicts if verdict.kind != "default")
+    named = dict(argument.split("=", 1) for argument in arguments)
+    defaults = OmegaConf.structured(PPOConfig)
+
+    def strategy_of(key: str) -> str:
+        return named.get(key) or str(OmegaConf.select(defaults, key))
+
+    return load_config([f"{key}={value}" for key, value in named.items() if not is_of_another_engine(key, strategy_of)])
 
 
 def check_arguments(arguments: Sequence[str], config_file: Path | None = None) -> None:
