@@ -13,7 +13,7 @@ from lockstep.judging.code import compute_score, extract_program
 from lockstep.judging.sandbox import LocalSandbox, ProgramLimits, Result, Sandbox
 from lockstep.rewards.graders import default_compute_score
 
-DATA = Path(__file__).parents[4] / "shared/data/code"
+DATA = Path(__file__).parents[3] / "shared/data/code"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared data folder is not here")
 
 

@@ -177,7 +177,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 make_tiny_engine({path!r}, "veomni")
 """
-    helpers = str(Path(__file__).parents[3])
+    helpers = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {helpers!r})" + program],
         capture_output=True,
