@@ -46,7 +46,6 @@ TINY = {
     "router_replay": "--layers 1 --hidden 32 --experts 4 --top-k 2 --prompts 1 --n 2 --tokens 4",
     "sandbox": "--data {code} --tasks 2 --out {out}/sandbox.json",
     "saves": f"{SHAPE} --updates 1 --saves 2 --rows 1 --folder {{out}}",
-    "scope": "",
     "serve": "--model {model} --requests 2 --clients 2 --repeats 1 --num-tokens 4096 --port 8471 --out {out}/serve.json",
     "step": f"{SHAPE} {STEP} --steps 1 --algorithm grpo",
     "stream": "--model {model} --device cpu --clients 2 --requests 2 --conversation 100 --repeats 1 --out {out}",

@@ -23,7 +23,7 @@ def test_pdb_stops_inside_a_worker_of_the_program(embedded_config, tmp_path):
     import lockstep.workers.engine.fsdp.engine as module
 
     source = Path(module.__file__)
-    line = 2 + next(i for i, text in enumerate(source.read_text().splitlines()) if "def optim_step" in text)
+    line = 2 + next(i for i, text in enumerate(source.read_text().splitlines()) if "def _apply_gradients" in text)
     (tmp_path / "mine.py").write_text(LOSS)
     commands = ["p ('loss of', len(log_prob))", f"b {source}:{line}", "c", "p ('steps', type(self).__name__)", "clear 1", "c"]
     result = subprocess.run(
