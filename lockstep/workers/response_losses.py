@@ -70,10 +70,14 @@ def make_preference_loss(name: str, mode: str, parameters: Mapping[str, Any], nl
     return Loss(loss_fn)
 
 
+_TIE = 1e-6
+"""Rewards that differ by less are equal: before the first update only rounding, about 1e-8, tells the two rows of a pair apart."""
+
+
 def _accuracy(rewards: Tensor, is_chosen: Tensor, has_pairs: bool) -> Pending:
-    """The share of pairs whose chosen reward is the larger, or of rows whose reward has the sign of its label; ties count half."""
+    """Return the share of pairs whose chosen reward is larger, or of rows whose reward has the sign of its label; ties count half."""
     ahead = rewards[:, 0] - rewards[:, 1] if has_pairs else torch.where(is_chosen, rewards, -rewards)
-    right = (ahead.sign() + 1) / 2
+    right = (torch.where(ahead.abs() < _TIE, 0.0, ahead).sign() + 1) / 2
     return pending_mean(right.sum(), torch.ones_like(right).sum())
 
 
