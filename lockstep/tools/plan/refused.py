@@ -64,6 +64,9 @@ def _check_judges(config: PPOConfig, is_here: bool) -> None:
             tags = {Tag(None)}
         if reads_rewards(config.algorithm):
             judge.check(tags, has_model=config.reward_model.enable)
+        if config.data.val_files:
+            has_model = config.reward_model.enable and hasattr(judge, "wants_model")
+            judge.check(_tags(config.data.val_files), has_model=has_model, validation=True)
     except ResourceError:  # programs cannot be run on this machine
         if is_here:
             raise

@@ -138,6 +138,10 @@ SHORT = ("data.max_prompt_length=32", "data.max_response_length=32")
             ["ppo", "MODEL", *SHORT, "data.train_files=TAGGED", "data.train_batch_size=2"],
             "no reward function for data_source 'nobodys'",
         ),
+        (
+            ["ppo", "MODEL", *SHORT, "data.train_files=ROWS", "data.val_files=TAGGED", "data.train_batch_size=2"],
+            "no reward function for data_source 'nobodys'",
+        ),
         (["ppo", "MODEL", *SHORT, "agent.environment=nothing:Here"], "nothing"),
         (["ppo", "MODEL", *SHORT, "agent.tools=[nothing:here]"], "nothing"),
         (["dpo", "data.train_files=x.parquet", "model.path=nowhere/at/all"], "nowhere/at/all does not exist"),
