@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _KEPT = ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-"""What decides which layers get which adapter."""
+"""Keys of an adapter folder that choose its layers and sizes."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }  # fmt: skip
@@ -27,7 +27,7 @@ _OF_NO_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core", "peft_type",
     "peft_version", "qalora_group_size", "revision", "task_type",
 }  # fmt: skip
-"""Where it comes from, defaults of options that are off, and dropout, which nothing here has."""
+"""Keys of an adapter folder that change nothing here: its origin, options that are off, and dropout."""
 
 
 @dataclass

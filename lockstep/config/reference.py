@@ -82,7 +82,7 @@ def _meanings(section: type) -> dict[str, str]:
 
 
 def command_help(root: Any, words: Sequence[str] = (), algorithm: str = "ppo") -> str:
-    """The help of the command whose configuration is `root` (and whose preset is that of `algorithm`).
+    """Return the help of the command for the configuration class `root` and the preset `algorithm`.
 
     Without words: usage and all keys in groups. With one: the groups of that name with defaults and meanings, else every key in whose
     name, value or meaning the words occur; `all`: everything. Raises ConfigError where it occurs nowhere.

@@ -48,7 +48,7 @@ class Prompt:
     num_waiting: int = 0
     """Its samples that are not running."""
     pages: list[int] = field(default_factory=list)
-    """Pages that are kept for those."""
+    """Pages that wait for these samples."""
     num_kept: int = 0
     """How many tokens these hold."""
     known: Node | None = None

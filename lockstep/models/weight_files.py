@@ -96,7 +96,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path, one_file: str = _ONE_FILE) -> None:
         """`one_file` is the file of a folder without an index; an index of several files is named after it."""
-        self.folder, self._one_file = folder, one_file
+        self.folder = folder
+        self._one_file = one_file
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Name -> shape of every tensor; empty where the folder has no safetensors."""
         self._file_of: dict[str, Path] = {}
@@ -132,7 +133,8 @@ class WeightSource:
     """The values that fill a model: those of files, and given ones for what the files lack (for all of it, without files)."""
 
     def __init__(self, files: WeightFiles | None, given: dict[str, Tensor]) -> None:
-        self._files, self._given = files, given
+        self._files = files
+        self._given = given
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of a parameter, in float32 on the CPU."""

@@ -124,7 +124,7 @@ class LocalModel(Answerer):
         num_context = []
         for i, (question, prompt) in enumerate(zip(questions, self._encode(questions), strict=True)):
             for k, choice in enumerate(question.choices):
-                # Cut as one text, so that the tokens are those that such a text has; the prompt ends where its own tokens do.
+                # Tokenise prompt and choice as one text; the choice begins after the prompt's own tokens.
                 whole = self._tokens([str(question.prompt) + choice])[0]
                 requests.append(Request(torch.tensor(whole), (0, i, k), max_tokens=1, prompt_log_probs=True))
                 num_context.append(len(prompt))

@@ -60,7 +60,7 @@ def _values(config: PPOConfig) -> str:
 
 
 def episodes(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """(what, which) of a run whose prompts become episodes."""
+    """Return the lines about episodes, as (label, text)."""
     agent = config.agent
     kind = agent_of(config).environment_class()
     own = "the built-in one, which calls tools" if agent.environment is None else agent.environment

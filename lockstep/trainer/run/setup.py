@@ -52,7 +52,7 @@ def with_embedded_files(config: PPOConfig) -> PPOConfig:
 
 
 def warm_up_embedded(config: PPOConfig) -> None:
-    """Teach the model that `with_embedded_files` made its task, where `config` names that model."""
+    """Warm up the embedded model on its task, if `config` uses the model of `with_embedded_files`."""
     from lockstep.embedded import prepare, widen_context
 
     directory = _embedded_folder(config)

@@ -1,4 +1,4 @@
-"""Which rows are tried, and what is asked about them, how often and in which order."""
+"""The choice of rows, and the number and order of their trials."""
 
 import functools
 import threading
